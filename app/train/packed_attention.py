@@ -141,4 +141,4 @@ class _Scatter(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
         slot_token, empty = ctx.saved_tensors
         slots = grad.index_select(0, slot_token)
-        return (slots.masked_fill(empty[:, None], 0) if False else slots), None, None
+        return (slots.masked_fill(empty[:, None], 0) if ctx.padded else slots), None, None
