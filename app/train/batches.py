@@ -54,8 +54,14 @@ def packed_shape(lengths: np.ndarray, batch_size: int, longest: int, mask_fracti
     tokens = max(longest, math.ceil(batch_size * mean / 128) * 128)
     # Half as many sequences again as the mean, so that a run of short ones seldom closes a row early.
     sequences = min(math.ceil(tokens / int(lengths.min())), math.ceil(1.5 * tokens / mean) + 8)
-    expected = float(target_counts(lengths, mask_fraction).sum()) * tokens / float(lengths.sum()) if mask_fraction else 0.0
-    targets = math.ceil(max(1.04 * expected + 8, target_counts(np.array([longest]), mask_fraction)[0]) / 64) * 64 if mask_fraction else 0
+    expected = (
+        float(target_counts(lengths, mask_fraction).sum()) * tokens / float(lengths.sum()) if mask_fraction else 0.0
+    )
+    targets = (
+        math.ceil(max(1.04 * expected + 8, target_counts(np.array([longest]), mask_fraction)[0]) / 64) * 64
+        if mask_fraction
+        else 0
+    )
     return PackedShape(tokens, sequences, targets, longest)
 
 
@@ -105,14 +111,26 @@ class EpochPlan:
         place = accumulated * self.layout.processes + process
         if self.packed:
             piece = update * self.layout.micro_batches + place
-            return self.rows[self.bounds[piece] : self.bounds[piece + 1]] if piece < len(self.bounds) - 1 else self.rows[:0]
+            return (
+                self.rows[self.bounds[piece] : self.bounds[piece + 1]]
+                if piece < len(self.bounds) - 1
+                else self.rows[:0]
+            )
         chosen = self.rows[self.bounds[update] : self.bounds[update + 1]]
         chosen = chosen[np.argsort(-self.lengths[chosen], kind="stable")]
         edges = np.linspace(0, len(chosen), self.layout.micro_batches + 1).round().astype(int)
         return chosen[edges[place] : edges[place + 1]]
 
 
-def plan_epoch(rows: np.ndarray, lengths: np.ndarray, seed: int, epoch: int, layout: Layout, shape: PackedShape | None, mask_fraction: float = 0.0) -> EpochPlan:
+def plan_epoch(
+    rows: np.ndarray,
+    lengths: np.ndarray,
+    seed: int,
+    epoch: int,
+    layout: Layout,
+    shape: PackedShape | None,
+    mask_fraction: float = 0.0,
+) -> EpochPlan:
     """The updates of epoch ``epoch`` over ``rows`` (row numbers), ``lengths`` being those of all rows of the data set.
 
     With ``shape`` consecutive sequences are laid into rows until the next would not fit. A packed row is the unit that processes share: for
@@ -123,7 +141,9 @@ def plan_epoch(rows: np.ndarray, lengths: np.ndarray, seed: int, epoch: int, lay
         bounds = np.append(np.arange(0, len(ordered), layout.sequences), len(ordered))
         return EpochPlan(ordered, bounds, layout, False, lengths)
     tokens = np.concatenate([[0], np.cumsum(lengths[ordered])])
-    targets = np.concatenate([[0], np.cumsum(target_counts(lengths[ordered], mask_fraction))]) if shape.targets else None
+    targets = (
+        np.concatenate([[0], np.cumsum(target_counts(lengths[ordered], mask_fraction))]) if shape.targets else None
+    )
     bounds_list = [0]
     while bounds_list[-1] < len(ordered):
         at = bounds_list[-1]

@@ -11,7 +11,17 @@ from typing import Any, Sequence
 
 from app.errors import Fault
 
-SAVING_ONLY = {"output_dir", "resume", "num_workers", "save_every", "keep", "eval_every", "log_every", "compile", "accelerate"}
+SAVING_ONLY = {
+    "output_dir",
+    "resume",
+    "num_workers",
+    "save_every",
+    "keep",
+    "eval_every",
+    "log_every",
+    "compile",
+    "accelerate",
+}
 """Options that may change between a run and its resumption, because no weight depends on them.
 
 ``accelerate`` is among them: what it decides (precision, sequences an update) is compared by itself.
@@ -28,20 +38,35 @@ def option(default: Any, help: str, **more: Any) -> Any:
 class TrainConfig:
     """Every option of ``python -m app.train``. Lengths are in tokens, batches in sequences, cadences in updates."""
 
-    task: str = option("classify", "what to learn: classify a text, or mlm (masked language modelling)", choices=["classify", "mlm"])
-    train_file: tuple[str, ...] = option((), "CSV, TSV, JSONL, Parquet or text files, also .gz; none: a generated sample", nargs="+", metavar="F")
-    eval_file: tuple[str, ...] = option((), "files to evaluate on; none: a part of the training rows is held out", nargs="+", metavar="F")
+    task: str = option(
+        "classify", "what to learn: classify a text, or mlm (masked language modelling)", choices=["classify", "mlm"]
+    )
+    train_file: tuple[str, ...] = option(
+        (), "CSV, TSV, JSONL, Parquet or text files, also .gz; none: a generated sample", nargs="+", metavar="F"
+    )
+    eval_file: tuple[str, ...] = option(
+        (), "files to evaluate on; none: a part of the training rows is held out", nargs="+", metavar="F"
+    )
     eval_fraction: float = option(0.1, "share of the rows held out when there is no --eval-file; 0: no evaluation")
     text_column: str = option("text", "column that holds the text")
     label_column: str = option("label", "column that holds the class")
     encoding: str = option("utf-8", "encoding of CSV, JSONL and text files; a byte-order mark is removed")
     delimiter: str = option("", "column separator of CSV files; default: tab for .tsv, comma otherwise")
-    on_bad_row: str = option("stop", "a row that cannot be used: stop at it, or skip and count it", choices=["stop", "skip"])
+    on_bad_row: str = option(
+        "stop", "a row that cannot be used: stop at it, or skip and count it", choices=["stop", "skip"]
+    )
     model: str = option("", "folder, hub name, or bert-tiny|mini|small|base|large (from scratch); default: bert-tiny")
     tokenizer: str = option("", "folder or hub name; default: the model's, or one made from the training text")
-    max_length: int = option(0, "longest sequence in tokens, [CLS] and [SEP] included; 0: 128 for classify and 512 for mlm, or what the model allows")
-    padding: str = option("auto", "packed: sequences end to end in rows without padding; dynamic: to the longest of a batch; "
-                          "fixed: to --max-length", choices=["auto", "packed", "dynamic", "fixed"])
+    max_length: int = option(
+        0,
+        "longest sequence in tokens, [CLS] and [SEP] included; 0: 128 for classify and 512 for mlm, or what the model allows",
+    )
+    padding: str = option(
+        "auto",
+        "packed: sequences end to end in rows without padding; dynamic: to the longest of a batch; "
+        "fixed: to --max-length",
+        choices=["auto", "packed", "dynamic", "fixed"],
+    )
     mask_fraction: float = option(0.15, "mlm: share of the tokens of a sequence to predict")
     whole_words: bool = option(False, "mlm: mask all pieces of a word together")
     batch_size: int = option(32, "sequences a device and micro-batch; packed: on average")
@@ -54,16 +79,28 @@ class TrainConfig:
     dropout: float = option(-1.0, "dropout of hidden layers and attention; -1: as the model says")
     seed: int = option(0, "one number for the split, the order, the masks, dropout and new weights")
     deterministic: bool = option(False, "same bytes of weights on the same machine and layout, at some cost in speed")
-    num_workers: int = option(-1, "processes that prepare batches, for each training process; -1: by the CPU cores there are")
-    compile: str = option("auto", "torch.compile: auto uses it for long packed runs on a GPU", choices=["auto", "yes", "no"])
-    compress_gradients: str = option("no", "several processes: send gradients as fp16 or bf16", choices=["no", "fp16", "bf16"])
+    num_workers: int = option(
+        -1, "processes that prepare batches, for each training process; -1: by the CPU cores there are"
+    )
+    compile: str = option(
+        "auto", "torch.compile: auto uses it for long packed runs on a GPU", choices=["auto", "yes", "no"]
+    )
+    compress_gradients: str = option(
+        "no", "several processes: send gradients as fp16 or bf16", choices=["no", "fp16", "bf16"]
+    )
     output_dir: str = option("out", "folder for checkpoints, metrics and the model")
-    resume: str = option("auto", "auto: go on from the newest whole checkpoint; never: refuse a used folder; or a checkpoint's folder", metavar="auto|never|DIR")
+    resume: str = option(
+        "auto",
+        "auto: go on from the newest whole checkpoint; never: refuse a used folder; or a checkpoint's folder",
+        metavar="auto|never|DIR",
+    )
     save_every: int = option(500, "updates between checkpoints; 0: only when stopped and at the end")
     keep: int = option(2, "newest checkpoints to keep; the best one is kept besides")
     eval_every: int = option(0, "updates between evaluations; 0: after every epoch")
     log_every: int = option(10, "updates between lines of metrics.jsonl")
-    accelerate: str = option("auto", "Accelerate config: auto, a name in app/accelerate, or a file", metavar="NAME|FILE")
+    accelerate: str = option(
+        "auto", "Accelerate config: auto, a name in app/accelerate, or a file", metavar="NAME|FILE"
+    )
 
     def __post_init__(self) -> None:
         """Fill in what is decided by other options; raise one Fault that lists every option that is out of range."""
@@ -120,8 +157,12 @@ class _Parser(argparse.ArgumentParser):
 
 def parser() -> argparse.ArgumentParser:
     """The command line, made from the fields of TrainConfig."""
-    made = _Parser(prog="train", description="Train BERT. Devices, precision and accumulation come from the Accelerate config.",
-                   formatter_class=argparse.ArgumentDefaultsHelpFormatter, allow_abbrev=False)
+    made = _Parser(
+        prog="train",
+        description="Train BERT. Devices, precision and accumulation come from the Accelerate config.",
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+        allow_abbrev=False,
+    )
     for f in dataclasses.fields(TrainConfig):
         settings = dict(f.metadata)
         flag = "--" + f.name.replace("_", "-")

@@ -56,7 +56,11 @@ class Masking:
         sequence = np.repeat(np.arange(len(rows)), lengths)
         free = ~self.vocabulary.special[ids]
         counts = target_counts(lengths, self.fraction)
-        chosen = self._words(ids, sequence, free, draw, counts) if self.whole_words else self._tokens(sequence, free, draw, counts)
+        chosen = (
+            self._words(ids, sequence, free, draw, counts)
+            if self.whole_words
+            else self._tokens(sequence, free, draw, counts)
+        )
         masked = ids.copy()
         # A second draw for each token, independent of the one that chose it.
         second = _mix(draw + _STEP)
@@ -72,7 +76,9 @@ class Masking:
         ranked = candidates[np.lexsort((draw[candidates], sequence[candidates]))]
         return np.sort(ranked[_rank(sequence[ranked]) < counts[sequence[ranked]]])
 
-    def _words(self, ids: np.ndarray, sequence: np.ndarray, free: np.ndarray, draw: np.ndarray, counts: np.ndarray) -> np.ndarray:
+    def _words(
+        self, ids: np.ndarray, sequence: np.ndarray, free: np.ndarray, draw: np.ndarray, counts: np.ndarray
+    ) -> np.ndarray:
         candidates = np.flatnonzero(free)
         if not len(candidates):
             return candidates

@@ -22,7 +22,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from app.errors import WRONG_INPUT, Fault
-from app.train import packed_attention
+from app.train import packed_attention, packed_fused
 
 IGNORED = -100  #: target of a padding position
 
@@ -67,6 +67,8 @@ def check_model(model: Any) -> None:
 
 def encode(bert: Any, batch: PackedBatch) -> Tensor:
     """The last hidden states, [T, hidden], of a ``BertModel`` over the row."""
+    if packed_fused.usable(bert):
+        return packed_fused.encode(bert, batch)
     types = batch.token_type_ids if batch.token_type_ids is not None else torch.zeros_like(batch.input_ids)
     hidden = bert.embeddings(
         input_ids=batch.input_ids[None], position_ids=batch.position_ids[None], token_type_ids=types[None]
@@ -104,5 +106,8 @@ def loss_sum(logits: Tensor, targets: Tensor) -> Tensor:
 
 def loss(model: Any, batch: PackedBatch) -> Tensor:
     """The summed loss of a masked-language or classification model over the row: what a trainer differentiates."""
-    logits = mlm_logits if hasattr(model, "cls") else classification_logits
-    return loss_sum(logits(model, batch), batch.targets)
+    if not hasattr(model, "cls"):
+        return loss_sum(classification_logits(model, batch), batch.targets)
+    if packed_fused.usable(model.bert):
+        return packed_fused.mlm_loss(model, batch)
+    return loss_sum(mlm_logits(model, batch), batch.targets)

@@ -16,7 +16,16 @@ from typing import IO, Any, NamedTuple
 
 from app.errors import Fault
 
-FORMATS = {".csv": "csv", ".tsv": "csv", ".jsonl": "jsonl", ".json": "jsonl", ".ndjson": "jsonl", ".parquet": "parquet", ".txt": "text", ".text": "text"}
+FORMATS = {
+    ".csv": "csv",
+    ".tsv": "csv",
+    ".jsonl": "jsonl",
+    ".json": "jsonl",
+    ".ndjson": "jsonl",
+    ".parquet": "parquet",
+    ".txt": "text",
+    ".text": "text",
+}
 SUGGESTED = ("utf-16", "gb18030", "big5", "shift_jis", "cp1252")
 csv.field_size_limit(min(sys.maxsize, 2**31 - 1))  # the default, 131,072 characters, is shorter than a long document
 
@@ -63,7 +72,9 @@ def form(path: str) -> str:
         if last == ".parquet":
             raise Fault(f"{path}: Parquet is compressed inside; unpack it first: gunzip {path}")
     if last not in FORMATS:
-        raise Fault(f"{path}: the ending {last or 'is missing and'!r} is none of {', '.join(FORMATS)} (also with .gz); rename or convert the file.")
+        raise Fault(
+            f"{path}: the ending {last or 'is missing and'!r} is none of {', '.join(FORMATS)} (also with .gz); rename or convert the file."
+        )
     return FORMATS[last]
 
 
@@ -84,7 +95,9 @@ def read(path: str, source: Source, counts: Counts) -> Iterator[Row]:
             try:
                 if isinstance(cells, BadRow):
                     raise cells
-                yield Row(_text_of(cells[0], source), _label_of(cells[1], source) if source.label_column else "", path, line)
+                yield Row(
+                    _text_of(cells[0], source), _label_of(cells[1], source) if source.label_column else "", path, line
+                )
             except BadRow as bad:
                 if source.on_bad_row == "stop":
                     raise Fault(f"{path}, line {line}: {bad}. Mend the row, or pass --on-bad-row skip.") from None
@@ -109,8 +122,10 @@ def _label_of(value: Any, source: Source) -> str:
         return "true" if value else "false"
     if isinstance(value, (int, str)) and str(value).strip():
         return str(value).strip()
-    raise BadRow(f"{source.label_column!r} is {'empty' if value in ('', None) else json.dumps(value, default=str)[:60]}; "
-                 "a label is a string, a whole number or a boolean")
+    raise BadRow(
+        f"{source.label_column!r} is {'empty' if value in ('', None) else json.dumps(value, default=str)[:60]}; "
+        "a label is a string, a whole number or a boolean"
+    )
 
 
 @contextmanager
@@ -138,7 +153,9 @@ def _lines(path: str, source: Source, newline: str | None) -> io.TextIOWrapper:
         encoding = "utf-8-sig" if source.encoding.lower().replace("_", "-") in ("utf-8", "utf8") else source.encoding
         return io.TextIOWrapper(_bytes(path), encoding=encoding, errors="strict", newline=newline)  # type: ignore[arg-type]
     except LookupError:
-        raise Fault(f"--encoding {source.encoding!r} is no encoding that Python knows; try one of utf-8, {', '.join(SUGGESTED)}.") from None
+        raise Fault(
+            f"--encoding {source.encoding!r} is no encoding that Python knows; try one of utf-8, {', '.join(SUGGESTED)}."
+        ) from None
 
 
 def _encoding_advice(path: str, encoding: str, error: UnicodeError) -> str:
@@ -150,7 +167,11 @@ def _encoding_advice(path: str, encoding: str, error: UnicodeError) -> str:
         head.decode(encoding)
         where = "beyond its first 4 MB"
     except UnicodeDecodeError as e:
-        where = f"at line {head[: e.start].count(10) + 1}, byte {e.start} (0x{head[e.start]:02x})" if e.start < len(head) else "at its end"
+        where = (
+            f"at line {head[: e.start].count(10) + 1}, byte {e.start} (0x{head[e.start]:02x})"
+            if e.start < len(head)
+            else "at its end"
+        )
     except UnicodeError as e:
         where = f"({e})"
     candidates = ("utf-16",) if head[:2] in (b"\xff\xfe", b"\xfe\xff") else SUGGESTED[1:]
@@ -178,13 +199,20 @@ def _csv(path: str, source: Source, counts: Counts) -> Iterator[Cells]:
                 if not row:
                     counts.blank += 1
                 elif len(row) != len(header):
-                    yield rows.line_num, BadRow(f"{len(row)} fields where the header has {len(header)}; quote a text that holds {delimiter!r}, "
-                                                "use JSONL, or pass --delimiter")
+                    yield (
+                        rows.line_num,
+                        BadRow(
+                            f"{len(row)} fields where the header has {len(header)}; quote a text that holds {delimiter!r}, "
+                            "use JSONL, or pass --delimiter"
+                        ),
+                    )
                 else:
                     yield rows.line_num, (row[places[0]], row[places[1]] if len(places) > 1 else None)
         except csv.Error as e:
             what = "a quote opened before the end of the file is never closed" if "end of data" in str(e) else str(e)
-            raise Fault(f"{path}, line {rows.line_num}: {what}. Double the quotes inside a text, or use JSONL.") from None
+            raise Fault(
+                f"{path}, line {rows.line_num}: {what}. Double the quotes inside a text, or use JSONL."
+            ) from None
 
 
 def _column(path: str, header: list[str], name: str, delimiter: str) -> int:
@@ -207,15 +235,19 @@ def _jsonl(path: str, source: Source, counts: Counts) -> Iterator[Cells]:
                 counts.blank += 1
                 continue
             if number == 1 and line.lstrip().startswith("["):
-                raise Fault(f"{path} holds one JSON list, not one object a line; convert it: jq -c '.[]' {path} > rows.jsonl")
+                raise Fault(
+                    f"{path} holds one JSON list, not one object a line; convert it: jq -c '.[]' {path} > rows.jsonl"
+                )
             try:
                 cells = json.loads(line, object_pairs_hook=_no_doubled_keys)
                 if not isinstance(cells, dict):
                     raise BadRow(f"{line.strip()[:60]!r} is no JSON object")
                 for name in filter(None, (source.text_column, source.label_column)):
                     if name not in cells:
-                        raise BadRow(f"no key {name!r}; its keys are {', '.join(map(repr, list(cells)[:20]))}; "
-                                     "name the right ones with --text-column and --label-column")
+                        raise BadRow(
+                            f"no key {name!r}; its keys are {', '.join(map(repr, list(cells)[:20]))}; "
+                            "name the right ones with --text-column and --label-column"
+                        )
                 yield number, (cells[source.text_column], cells.get(source.label_column))
             except (BadRow, json.JSONDecodeError, RecursionError) as e:
                 yield number, e if isinstance(e, BadRow) else BadRow(f"not JSON: {e}")
@@ -230,7 +262,9 @@ def _no_doubled_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 def _text(path: str, source: Source, counts: Counts) -> Iterator[Cells]:
     if source.label_column:
-        raise Fault(f"{path} is plain text and holds no labels; for --task classify give CSV, JSONL or Parquet, or pass --task mlm.")
+        raise Fault(
+            f"{path} is plain text and holds no labels; for --task classify give CSV, JSONL or Parquet, or pass --task mlm."
+        )
     with _lines(path, source, newline=None) as f:
         for number, line in enumerate(f, 1):
             if line.strip():

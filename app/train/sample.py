@@ -15,20 +15,22 @@ ROWS = 8000
 
 _ENGLISH = {
     "food": "soup noodle rice kitchen oven recipe pepper garlic onion bread butter taste cook dish sauce tea breakfast dinner fresh sweet spicy fry boil "
-            "chef market basket flavour dumpling vegetable plate",
+    "chef market basket flavour dumpling vegetable plate",
     "travel": "train station ticket airport hotel luggage map bridge island passport journey flight platform tourist guide border ferry road mountain "
-              "village coast window seat driver arrival delay departure luggage trip",
+    "village coast window seat driver arrival delay departure luggage trip",
     "sport": "team goal match player coach race runner stadium score league final referee training ball tennis swim medal season defence sprint "
-             "injury captain crowd champion halftime penalty record",
+    "injury captain crowd champion halftime penalty record",
     "health": "doctor clinic patient nurse medicine fever sleep blood heart surgery vaccine symptom pain diet exercise hospital therapy dose lung "
-              "allergy recovery skin bone infection test pulse",
+    "allergy recovery skin bone infection test pulse",
     "finance": "bank loan market price stock interest tax budget invoice account credit bond profit loss investor currency fund payment debt salary "
-               "audit insurance trade rate dividend contract",
+    "audit insurance trade rate dividend contract",
     "science": "cell energy orbit planet laboratory theory atom experiment telescope protein signal particle data model measure ocean climate species "
-               "gravity fossil crystal wave magnet sample hypothesis sensor",
+    "gravity fossil crystal wave magnet sample hypothesis sensor",
 }
-_ENGLISH_COMMON = ("the a this that some every new old good long small large first last again often today yesterday people we they he she it said found "
-                   "wanted needed began kept made took gave with without near after before because although while and but so for from about").split()
+_ENGLISH_COMMON = (
+    "the a this that some every new old good long small large first last again often today yesterday people we they he she it said found "
+    "wanted needed began kept made took gave with without near after before because although while and but so for from about"
+).split()
 _CHINESE = {
     "food": "米饭 面条 厨房 味道 辣椒 大蒜 早餐 晚饭 水饺 蔬菜 炒菜 汤 厨师 茶叶 甜点 新鲜 酱油 盘子 菜谱 烤箱",
     "travel": "火车 车站 机票 机场 酒店 行李 地图 大桥 海岛 护照 旅程 航班 站台 游客 导游 边境 渡轮 公路 高山 村庄",

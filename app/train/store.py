@@ -45,7 +45,10 @@ def cache_folder(output_dir: Path, say: Callable[[str], None]) -> Path:
         if problems:
             say(f"cache: {problems[0]}, so {folder} is used; set KIT_CACHE to a folder that can be written")
         return folder
-    raise Fault(f"no folder for the tokenised data can be written ({'; '.join(problems)}); set KIT_CACHE to one that can.", WRONG_MACHINE)
+    raise Fault(
+        f"no folder for the tokenised data can be written ({'; '.join(problems)}); set KIT_CACHE to one that can.",
+        WRONG_MACHINE,
+    )
 
 
 def content_hash(path: str) -> str:
@@ -80,8 +83,11 @@ def new_folder(target: Path) -> Iterator[Path]:
         yield making
         os.replace(making, target)
     except OSError as e:
-        raise Fault(f"{target.parent} could not be written: {e.strerror} ({shutil.disk_usage(target.parent).free >> 20} MiB free). "
-                    "Make room, or set KIT_CACHE to another disk.", WRONG_MACHINE) from None
+        raise Fault(
+            f"{target.parent} could not be written: {e.strerror} ({shutil.disk_usage(target.parent).free >> 20} MiB free). "
+            "Make room, or set KIT_CACHE to another disk.",
+            WRONG_MACHINE,
+        ) from None
     finally:
         shutil.rmtree(making, ignore_errors=True)
 
@@ -142,8 +148,16 @@ class Store:
         return out, bounds
 
 
-def tokenised(files: list[str], hashes: list[str], source: Source, tokenizer: BertTokenizer, max_length: int, split_long: bool,
-              cache: Path, progress: Callable[[int], None]) -> Store:
+def tokenised(
+    files: list[str],
+    hashes: list[str],
+    source: Source,
+    tokenizer: BertTokenizer,
+    max_length: int,
+    split_long: bool,
+    cache: Path,
+    progress: Callable[[int], None],
+) -> Store:
     """The rows of ``files`` as token ids, from the cache if the same bytes were tokenised before with the same options.
 
     ``split_long``: a text longer than ``max_length`` becomes several sequences (MLM), else it is cut and counted (classification).
@@ -160,8 +174,15 @@ def tokenised(files: list[str], hashes: list[str], source: Source, tokenizer: Be
     return Store(folder)
 
 
-def _write(folder: Path, files: list[str], source: Source, tokenizer: BertTokenizer, max_length: int, split_long: bool,
-           progress: Callable[[int], None]) -> None:
+def _write(
+    folder: Path,
+    files: list[str],
+    source: Source,
+    tokenizer: BertTokenizer,
+    max_length: int,
+    split_long: bool,
+    progress: Callable[[int], None],
+) -> None:
     import pyarrow as pa
     from datasets import Features, Sequence, Value
     from datasets.arrow_writer import ArrowWriter
@@ -187,19 +208,33 @@ def _write(folder: Path, files: list[str], source: Source, tokenizer: BertTokeni
                 label = names.setdefault(row.label, len(names))
                 seen = facts.labels.setdefault(row.label, [0, f"{row.file}, line {row.line}"])
                 seen[0] += 1
-                mark = int.from_bytes(hashlib.blake2b(row.text.encode("utf-8", "surrogatepass"), digest_size=8).digest(), "big", signed=True)
+                mark = int.from_bytes(
+                    hashlib.blake2b(row.text.encode("utf-8", "surrogatepass"), digest_size=8).digest(),
+                    "big",
+                    signed=True,
+                )
                 for at in range(0, max(1, len(whole)), room) if split_long else (0,):
                     ids.append([tokenizer.cls, *whole[at : at + room], tokenizer.sep])
                     labels.append(label)
                     hashes.append(mark)
             facts.rows += len(ids)
             facts.tokens += sum(map(len, ids))
-            writer.write_table(pa.table({"input_ids": pa.array(ids, pa.list_(pa.int32())), "label": pa.array(labels, pa.int32()),
-                                         "text_hash": pa.array(hashes, pa.int64())}))
+            writer.write_table(
+                pa.table(
+                    {
+                        "input_ids": pa.array(ids, pa.list_(pa.int32())),
+                        "label": pa.array(labels, pa.int32()),
+                        "text_hash": pa.array(hashes, pa.int64()),
+                    }
+                )
+            )
             progress(len(rows))
         if not facts.rows:
-            raise Fault(f"{', '.join(files)} {'has' if len(files) == 1 else 'have'} no usable rows ({counts.blank} blank, {counts.bad} bad"
-                        + (f", the first: {counts.examples[0]}" if counts.examples else "") + ").")
+            raise Fault(
+                f"{', '.join(files)} {'has' if len(files) == 1 else 'have'} no usable rows ({counts.blank} blank, {counts.bad} bad"
+                + (f", the first: {counts.examples[0]}" if counts.examples else "")
+                + ")."
+            )
         writer.finalize()
     facts.blank, facts.bad, facts.bad_examples = counts.blank, counts.bad, counts.examples
     (folder / "facts.json").write_text(json.dumps(asdict(facts), ensure_ascii=False))

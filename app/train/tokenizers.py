@@ -17,6 +17,7 @@ from app.errors import WRONG_MACHINE, Fault
 from app.train.masking import Vocabulary
 
 SPECIAL = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
+VERSION = 1  #: raise it when the same texts would give another vocabulary
 MADE_FROM_CHARACTERS = 200_000_000
 """A vocabulary is made from at most this many characters of the training text: more changes little and takes memory."""
 
@@ -50,7 +51,9 @@ def wrap(folder: Path) -> BertTokenizer:
     vocabulary = backend.get_vocab()
     missing = [t for t in SPECIAL if t not in vocabulary]
     if missing:
-        raise Fault(f"the tokenizer in {folder} has no {', '.join(missing)}; it is not BERT's. Give another with --tokenizer.")
+        raise Fault(
+            f"the tokenizer in {folder} has no {', '.join(missing)}; it is not BERT's. Give another with --tokenizer."
+        )
     size = max(vocabulary.values()) + 1
     special, continues = np.zeros(size, bool), np.zeros(size, bool)
     for piece, number in vocabulary.items():
@@ -72,9 +75,11 @@ def load(name: str, cache: Path) -> BertTokenizer:
     try:
         made = AutoTokenizer.from_pretrained(name, use_fast=True)
     except (OSError, ValueError, ImportError) as e:
-        raise Fault(_unreachable("tokenizer", name, e), WRONG_MACHINE if not Path(name).exists() else 2) from None
+        raise Fault(unreachable("tokenizer", name, e), WRONG_MACHINE if not Path(name).exists() else 2) from None
     if not getattr(made, "is_fast", False):
-        raise Fault(f"the tokenizer of {name} has no fast form; give a folder with tokenizer.json or vocab.txt with --tokenizer.")
+        raise Fault(
+            f"the tokenizer of {name} has no fast form; give a folder with tokenizer.json or vocab.txt with --tokenizer."
+        )
     folder = cache / "tokenizers" / hashlib.sha256(made.backend_tokenizer.to_str().encode()).hexdigest()[:24]
     if not (folder / "tokenizer.json").is_file():
         folder.mkdir(parents=True, exist_ok=True)
@@ -82,15 +87,17 @@ def load(name: str, cache: Path) -> BertTokenizer:
     return wrap(folder)
 
 
-def _unreachable(what: str, name: str, error: Exception) -> str:
+def unreachable(what: str, name: str, error: Exception) -> str:
     first = str(error).strip().splitlines()[0] if str(error).strip() else error.__class__.__name__
     if Path(name).is_dir():
         there = ", ".join(sorted(p.name for p in Path(name).iterdir())[:12]) or "nothing"
         return f"the folder {name} has no usable {what} (it holds {there}); BERT needs config.json, model.safetensors and tokenizer.json or vocab.txt. {first}"
     endpoint = os.environ.get("HF_ENDPOINT", "https://huggingface.co")
     offline = " (HF_HUB_OFFLINE is set)" if os.environ.get("HF_HUB_OFFLINE", "0") not in ("", "0") else ""
-    return (f"{name!r} is no folder here and its {what} could not be had from {endpoint}{offline}: {first} Give a folder, or set HF_ENDPOINT to a mirror "
-            "that answers.")
+    return (
+        f"{name!r} is no folder here and its {what} could not be had from {endpoint}{offline}: {first} Give a folder, or set HF_ENDPOINT to a mirror "
+        "that answers."
+    )
 
 
 def make(texts: Callable[[], Iterable[str]], size: int, folder: Path) -> BertTokenizer:
@@ -103,9 +110,15 @@ def make(texts: Callable[[], Iterable[str]], size: int, folder: Path) -> BertTok
     from tokenizers import decoders, models, normalizers, pre_tokenizers, processors, trainers
 
     def bert(vocabulary: dict[str, int] | None = None) -> Any:
-        model = models.WordPiece(vocabulary, unk_token="[UNK]", max_input_chars_per_word=100) if vocabulary else models.WordPiece(unk_token="[UNK]")
+        model = (
+            models.WordPiece(vocabulary, unk_token="[UNK]", max_input_chars_per_word=100)
+            if vocabulary
+            else models.WordPiece(unk_token="[UNK]")
+        )
         made = tokenizers.Tokenizer(model)
-        made.normalizer = normalizers.BertNormalizer(clean_text=True, handle_chinese_chars=True, strip_accents=None, lowercase=True)
+        made.normalizer = normalizers.BertNormalizer(
+            clean_text=True, handle_chinese_chars=True, strip_accents=None, lowercase=True
+        )
         made.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
         return made
 
@@ -115,19 +128,34 @@ def make(texts: Callable[[], Iterable[str]], size: int, folder: Path) -> BertTok
         raise Fault("the training text holds no character to make a vocabulary from; check --text-column.")
     # The library numbers the alphabet in the order of a hash map that differs from run to run, and numbers decide between equally frequent
     # pairs. Named as special tokens, the alphabet has its numbers beforehand.
-    trainer = trainers.WordPieceTrainer(vocab_size=size, min_frequency=2, special_tokens=SPECIAL + alphabet, limit_alphabet=1, show_progress=False)
+    trainer = trainers.WordPieceTrainer(
+        vocab_size=size, min_frequency=2, special_tokens=SPECIAL + alphabet, limit_alphabet=1, show_progress=False
+    )
     learner.train_from_iterator(_first(texts(), MADE_FROM_CHARACTERS), trainer)
     made = bert(learner.get_vocab())
     made.add_special_tokens(SPECIAL)
     made.decoder = decoders.WordPiece(prefix="##")
-    made.post_processor = processors.TemplateProcessing(single="[CLS] $A [SEP]", pair="[CLS] $A [SEP] $B:1 [SEP]:1",
-                                                        special_tokens=[("[CLS]", made.token_to_id("[CLS]")), ("[SEP]", made.token_to_id("[SEP]"))])
+    made.post_processor = processors.TemplateProcessing(
+        single="[CLS] $A [SEP]",
+        pair="[CLS] $A [SEP] $B:1 [SEP]:1",
+        special_tokens=[("[CLS]", made.token_to_id("[CLS]")), ("[SEP]", made.token_to_id("[SEP]"))],
+    )
     folder.mkdir(parents=True, exist_ok=True)
     made.save(str(folder / "tokenizer.json"))
     pieces = sorted(made.get_vocab().items(), key=lambda item: item[1])
     (folder / "vocab.txt").write_text("".join(piece + "\n" for piece, _ in pieces), encoding="utf-8")
-    settings = {"tokenizer_class": "BertTokenizer", "do_lower_case": True, "tokenize_chinese_chars": True, "strip_accents": None, "model_max_length": 512,
-                "pad_token": "[PAD]", "unk_token": "[UNK]", "cls_token": "[CLS]", "sep_token": "[SEP]", "mask_token": "[MASK]"}
+    settings = {
+        "tokenizer_class": "BertTokenizer",
+        "do_lower_case": True,
+        "tokenize_chinese_chars": True,
+        "strip_accents": None,
+        "model_max_length": 512,
+        "pad_token": "[PAD]",
+        "unk_token": "[UNK]",
+        "cls_token": "[CLS]",
+        "sep_token": "[SEP]",
+        "mask_token": "[MASK]",
+    }
     (folder / "tokenizer_config.json").write_text(json.dumps(settings, indent=2) + "\n")
     return wrap(folder)
 

@@ -1,0 +1,306 @@
+# ruff: noqa: PLR0917 (a kernel takes its tensors in order)
+# mypy: disable-error-code="no-untyped-def" (Triton gives kernel parameters their types)
+"""Triton kernels for all that is not a matrix product: normalisation, dropout, residual, GELU, cross-entropy.
+
+Each reads its inputs once and writes its results once, in the precision of its tensors, and computes in float32.
+Dropout masks are not stored: a hash of seed, row and column gives the same mask again in the backward pass.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+NORM_PROGRAMS = 8  #: backward programs of a norm, per multiprocessor
+GELU_ROWS = 512  #: rows whose bias gradient one program adds up
+
+
+@triton.jit
+def _hash(bits):
+    """32 well mixed bits of 32; constants: Chris Wellons' lowbias32 (nullprogram.com/blog/2018/07/31)."""
+    bits = bits ^ (bits >> 16)
+    bits = bits * 0x7FEB352D
+    bits = bits ^ (bits >> 15)
+    bits = bits * 0x846CA68B
+    return bits ^ (bits >> 16)
+
+
+@triton.jit
+def keeps(seed, row, column, DROPPED: tl.constexpr):
+    """[rows, columns] true where dropout keeps an element, with probability 1 - DROPPED / 2^32."""
+    by_row = _hash(_hash(row.to(tl.uint32)) + seed.to(tl.uint32))
+    bits = _hash(by_row[:, None] ^ (column.to(tl.uint32) * 0x9E3779B9)[None, :])
+    return bits >= DROPPED
+
+
+@triton.jit
+def keeps_across(seed, row, column, DROPPED: tl.constexpr):
+    """``keeps`` transposed: [columns, rows]."""
+    by_row = _hash(_hash(row.to(tl.uint32)) + seed.to(tl.uint32))
+    bits = _hash(by_row[None, :] ^ (column.to(tl.uint32) * 0x9E3779B9)[:, None])
+    return bits >= DROPPED
+
+
+@triton.jit(do_not_specialize=["seed"])
+def _norm_forward(
+    x, residual, weight, bias, z, y, mean, rstd, rows, seed, eps,
+    SIZE: tl.constexpr, WIDE: tl.constexpr, ROWS: tl.constexpr, DROPPED: tl.constexpr, SAVE: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    column = tl.arange(0, WIDE)
+    inside = (row[:, None] < rows) & (column[None, :] < SIZE)
+    place = row.to(tl.int64)[:, None] * SIZE + column[None, :]
+    total = tl.load(x + place, mask=inside, other=0.0).to(tl.float32)
+    if DROPPED > 0:
+        total = tl.where(keeps(seed, row, column, DROPPED), total * (1.0 / (1.0 - DROPPED / 4294967296)), 0.0)
+    total += tl.load(residual + place, mask=inside, other=0.0).to(tl.float32)
+    if SAVE:
+        tl.store(z + place, total.to(z.dtype.element_ty), mask=inside)
+    _normalise(total, weight, bias, y, mean, rstd, eps, row, rows, column, inside, place, 0, 0, SIZE, SAVE)
+
+
+@triton.jit
+def _normalise(
+    total, weight, bias, y, mean, rstd, eps, row, rows, column, inside, place, seed, DROPPED: tl.constexpr,
+    SIZE: tl.constexpr, SAVE: tl.constexpr,
+):  # fmt: skip
+    centre = tl.sum(total, 1) / SIZE
+    apart = tl.where(inside, total - centre[:, None], 0.0)
+    inverse = 1.0 / tl.sqrt(tl.sum(apart * apart, 1) / SIZE + eps)
+    if SAVE:
+        tl.store(mean + row, centre, mask=row < rows)
+        tl.store(rstd + row, inverse, mask=row < rows)
+    scale = tl.load(weight + column, mask=column < SIZE, other=0.0).to(tl.float32)
+    shift = tl.load(bias + column, mask=column < SIZE, other=0.0).to(tl.float32)
+    result = apart * inverse[:, None] * scale[None, :] + shift[None, :]
+    if DROPPED > 0:
+        result = tl.where(keeps(seed, row, column, DROPPED), result * (1.0 / (1.0 - DROPPED / 4294967296)), 0.0)
+    tl.store(y + place, result.to(y.dtype.element_ty), mask=inside)
+
+
+@triton.jit(do_not_specialize=["seed"])
+def _embed_forward(
+    ids, positions, types, words, places, kinds, weight, bias, z, y, mean, rstd, rows, seed, eps,
+    SIZE: tl.constexpr, WIDE: tl.constexpr, ROWS: tl.constexpr, DROPPED: tl.constexpr, SAVE: tl.constexpr,
+    TYPED: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    column = tl.arange(0, WIDE)
+    inside = (row[:, None] < rows) & (column[None, :] < SIZE)
+    word = tl.load(ids + row, mask=row < rows, other=0)
+    position = tl.load(positions + row, mask=row < rows, other=0)
+    total = tl.load(words + word[:, None] * SIZE + column[None, :], mask=inside, other=0.0).to(tl.float32)
+    total += tl.load(places + position[:, None] * SIZE + column[None, :], mask=inside, other=0.0).to(tl.float32)
+    if TYPED:
+        kind = tl.load(types + row, mask=row < rows, other=0)
+        total += tl.load(kinds + kind[:, None] * SIZE + column[None, :], mask=inside, other=0.0).to(tl.float32)
+    else:
+        total += tl.load(kinds + column, mask=column < SIZE, other=0.0).to(tl.float32)[None, :]
+    place = row.to(tl.int64)[:, None] * SIZE + column[None, :]
+    if SAVE:
+        tl.store(z + place, total.to(z.dtype.element_ty), mask=inside)
+    _normalise(total, weight, bias, y, mean, rstd, eps, row, rows, column, inside, place, seed, DROPPED, SIZE, SAVE)
+
+
+@triton.jit(do_not_specialize=["seed"])
+def _norm_backward(
+    dy, z, mean, rstd, weight, dz, dx, sums, rows, seed,
+    SIZE: tl.constexpr, WIDE: tl.constexpr, ROWS: tl.constexpr, BEFORE: tl.constexpr, AFTER: tl.constexpr,
+):  # fmt: skip
+    """BEFORE and AFTER are the dropout on the norm's input (its branch) and on the norm's result."""
+    program = tl.program_id(0)
+    column = tl.arange(0, WIDE)
+    scale = tl.load(weight + column, mask=column < SIZE, other=0.0).to(tl.float32)
+    dscale = tl.zeros([ROWS, WIDE], tl.float32)
+    dshift = tl.zeros([ROWS, WIDE], tl.float32)
+    dbranch = tl.zeros([ROWS, WIDE], tl.float32)
+    for first in range(program * ROWS, rows, tl.num_programs(0) * ROWS):
+        row = first + tl.arange(0, ROWS)
+        inside = (row[:, None] < rows) & (column[None, :] < SIZE)
+        place = row.to(tl.int64)[:, None] * SIZE + column[None, :]
+        grad = tl.load(dy + place, mask=inside, other=0.0).to(tl.float32)
+        if AFTER > 0:
+            grad = tl.where(keeps(seed, row, column, AFTER), grad * (1.0 / (1.0 - AFTER / 4294967296)), 0.0)
+        centre = tl.load(mean + row, mask=row < rows, other=0.0)
+        inverse = tl.load(rstd + row, mask=row < rows, other=0.0)
+        unit = (tl.load(z + place, mask=inside, other=0.0).to(tl.float32) - centre[:, None]) * inverse[:, None]
+        unit = tl.where(inside, unit, 0.0)
+        dscale += grad * unit
+        dshift += grad
+        grad = grad * scale[None, :]
+        along = tl.sum(grad * unit, 1) / SIZE
+        level = tl.sum(grad, 1) / SIZE
+        down = (grad - level[:, None] - unit * along[:, None]) * inverse[:, None]
+        tl.store(dz + place, down.to(dz.dtype.element_ty), mask=inside)
+        if BEFORE > 0:
+            down = tl.where(keeps(seed, row, column, BEFORE), down * (1.0 / (1.0 - BEFORE / 4294967296)), 0.0)
+            tl.store(dx + place, down.to(dx.dtype.element_ty), mask=inside)
+        dbranch += tl.where(inside, down, 0.0)
+    sums += program * (3 * SIZE) + column
+    tl.store(sums, tl.sum(dscale, 0), mask=column < SIZE)
+    tl.store(sums + SIZE, tl.sum(dshift, 0), mask=column < SIZE)
+    tl.store(sums + 2 * SIZE, tl.sum(dbranch, 0), mask=column < SIZE)
+
+
+@triton.jit
+def _gelu_forward(u, a, count, BLOCK: tl.constexpr):
+    place = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    x = tl.load(u + place, mask=place < count, other=0.0).to(tl.float32)
+    tl.store(a + place, (x * 0.5 * (1.0 + tl.erf(x * 0.7071067811865476))).to(a.dtype.element_ty), mask=place < count)
+
+
+@triton.jit
+def _gelu_backward(
+    da, u, sums, rows, SIZE: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr
+):
+    column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
+    total = tl.zeros([ROWS, COLUMNS], tl.float32)
+    for step in range(0, GROUP, ROWS):
+        row = tl.program_id(0) * GROUP + step + tl.arange(0, ROWS)
+        inside = (row[:, None] < rows) & (column[None, :] < SIZE)
+        place = row.to(tl.int64)[:, None] * SIZE + column[None, :]
+        x = tl.load(u + place, mask=inside, other=0.0).to(tl.float32)
+        grad = tl.load(da + place, mask=inside, other=0.0).to(tl.float32)
+        below = 0.5 * (1.0 + tl.erf(x * 0.7071067811865476))
+        grad = grad * (below + x * 0.3989422804014327 * tl.exp2(x * x * -0.7213475204444817))
+        tl.store(da + place, grad.to(da.dtype.element_ty), mask=inside)
+        total += grad
+    tl.store(sums + tl.program_id(0) * SIZE + column, tl.sum(total, 0), mask=column < SIZE)
+
+
+@triton.jit
+def _entropy_forward(logits, targets, losses, lse, stride, VOCABULARY: tl.constexpr, BLOCK: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    target = tl.load(targets + row)
+    logits += row * stride
+    column = tl.arange(0, BLOCK)
+    top = tl.full([BLOCK], float("-inf"), tl.float32)
+    total = tl.zeros([BLOCK], tl.float32)
+    for step in range(0, VOCABULARY, BLOCK):
+        value = tl.load(logits + step + column, mask=step + column < VOCABULARY, other=float("-inf")).to(tl.float32)
+        higher = tl.maximum(top, value)
+        safe = tl.where(higher == float("-inf"), 0.0, higher)
+        total = total * tl.exp(top - safe) + tl.exp(value - safe)
+        top = higher
+    peak = tl.max(top, 0)
+    level = peak + tl.log(tl.sum(total * tl.exp(top - peak), 0))
+    chosen = tl.load(logits + tl.maximum(target, 0)).to(tl.float32)
+    tl.store(losses + row, tl.where(target >= 0, level - chosen, 0.0))
+    tl.store(lse + row, level)
+
+
+@triton.jit
+def _entropy_backward(
+    logits, targets, lse, grad, dlogits, stride, VOCABULARY: tl.constexpr, PADDED: tl.constexpr, BLOCK: tl.constexpr
+):
+    row = tl.program_id(0).to(tl.int64)
+    target = tl.load(targets + row)
+    level = tl.load(lse + row)
+    factor = tl.where(target >= 0, tl.load(grad).to(tl.float32), 0.0)
+    for step in range(0, PADDED, BLOCK):
+        column = step + tl.arange(0, BLOCK)
+        value = tl.load(logits + row * stride + column, mask=column < VOCABULARY, other=float("-inf")).to(tl.float32)
+        share = tl.exp(value - level) - tl.where(column == target, 1.0, 0.0)
+        spot = dlogits + row * stride + column
+        tl.store(spot, (share * factor).to(dlogits.dtype.element_ty), mask=column < PADDED)
+
+
+def dropped(dropout: float) -> int:
+    """The probability as a whole number of 2^32nds, which is what the kernels compare hashes with."""
+    return round(dropout * 2**32)
+
+
+def _wide(size: int) -> int:
+    return triton.next_power_of_2(size)
+
+
+def norm(
+    x: Tensor, residual: Tensor, weight: Tensor, bias: Tensor, eps: float, dropout: float, seed: int, save: bool
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Layer norm of dropout(x) + residual, both [rows, size]: the result and, if ``save``, the sum, mean and 1/std."""
+    rows, size = x.shape
+    y = torch.empty_like(x)
+    z = torch.empty_like(x) if save else x
+    mean, rstd = x.new_empty((2, rows if save else 0), dtype=torch.float32).unbind(0)
+    _norm_forward[(triton.cdiv(rows, 4),)](
+        x, residual, weight, bias, z, y, mean, rstd, rows, seed, eps,
+        SIZE=size, WIDE=_wide(size), ROWS=4, DROPPED=dropped(dropout), SAVE=save, num_warps=4,
+    )  # fmt: skip
+    return y, z, mean, rstd
+
+
+def embed(
+    ids: Tensor, positions: Tensor, types: Tensor | None, tables: tuple[Tensor, Tensor, Tensor],
+    weight: Tensor, bias: Tensor, eps: float, dropout: float, seed: int, save: bool, dtype: torch.dtype,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    """dropout(layer norm(word + position + type)) in ``dtype``, [rows, size]; and as ``norm``, what backward needs."""
+    rows, size = len(ids), tables[0].shape[1]
+    y = torch.empty((rows, size), dtype=dtype, device=ids.device)
+    z = torch.empty_like(y) if save else y
+    mean, rstd = y.new_empty((2, rows if save else 0), dtype=torch.float32).unbind(0)
+    _embed_forward[(triton.cdiv(rows, 4),)](
+        ids, positions, ids if types is None else types, *tables, weight, bias, z, y, mean, rstd, rows, seed, eps,
+        SIZE=size, WIDE=_wide(size), ROWS=4, DROPPED=dropped(dropout), SAVE=save, TYPED=types is not None, num_warps=4,
+    )  # fmt: skip
+    return y, z, mean, rstd
+
+
+def norm_backward(
+    dy: Tensor, z: Tensor, mean: Tensor, rstd: Tensor, weight: Tensor, before: float, after: float, seed: int,
+    dtype: torch.dtype | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """Gradients of the sum, of the branch under dropout (the same tensor without), and [3, size] float32 sums.
+
+    The sums are the gradients of the norm's weight, its bias, and of a bias added to the branch.
+    ``before`` and ``after`` are the dropout before the sum and after the norm; at most one is not 0.
+    """
+    rows, size = dy.shape
+    dz = torch.empty_like(dy, dtype=dtype or dy.dtype)
+    dx = torch.empty_like(dy) if before else dz
+    cores = torch.cuda.get_device_properties(dy.device).multi_processor_count if dy.is_cuda else 2
+    sums = dy.new_empty((min(rows, cores * NORM_PROGRAMS), 3, size), dtype=torch.float32)
+    _norm_backward[(len(sums),)](
+        dy, z, mean, rstd, weight, dz, dx, sums, rows, seed,
+        SIZE=size, WIDE=_wide(size), ROWS=1, BEFORE=dropped(before), AFTER=dropped(after), num_warps=2,
+    )  # fmt: skip
+    return dz, dx, sums.sum(0)
+
+
+def gelu(u: Tensor) -> Tensor:
+    """The exact (erf) GELU."""
+    a = torch.empty_like(u)
+    _gelu_forward[(triton.cdiv(u.numel(), 2048),)](u, a, u.numel(), BLOCK=2048, num_warps=4)
+    return a
+
+
+def gelu_backward_(da: Tensor, u: Tensor) -> Tensor:
+    """Turns the gradient of ``gelu(u)``, [rows, size], into that of u in place; returns its float32 sum over rows."""
+    rows, size = u.shape
+    groups = triton.cdiv(rows, GELU_ROWS)
+    sums = u.new_empty((groups, size), dtype=torch.float32)
+    _gelu_backward[(groups, triton.cdiv(size, 256))](
+        da, u, sums, rows, SIZE=size, GROUP=GELU_ROWS, ROWS=8, COLUMNS=256, num_warps=4
+    )
+    return sums.sum(0)
+
+
+def entropy(logits: Tensor, targets: Tensor, vocabulary: int) -> tuple[Tensor, Tensor]:
+    """Cross-entropy of each row, 0 where its target is negative, and its logsumexp; columns from ``vocabulary`` are padding."""
+    rows = len(logits)
+    losses, lse = logits.new_empty((2, rows), dtype=torch.float32).unbind(0)
+    _entropy_forward[(rows,)](
+        logits, targets, losses, lse, logits.stride(0), VOCABULARY=vocabulary, BLOCK=2048, num_warps=8
+    )
+    return losses, lse
+
+
+def entropy_backward(logits: Tensor, targets: Tensor, lse: Tensor, grad: Tensor, vocabulary: int) -> Tensor:
+    """The gradient of the logits when every row's loss has the gradient ``grad`` (0-dim); 0 in padding columns."""
+    dlogits = torch.empty_like(logits)
+    _entropy_backward[(len(logits),)](
+        logits, targets, lse, grad, dlogits, logits.stride(0),
+        VOCABULARY=vocabulary, PADDED=logits.shape[1], BLOCK=2048, num_warps=8,
+    )  # fmt: skip
+    return dlogits

@@ -1,0 +1,298 @@
+# ruff: noqa: PLR0917 (autograd functions take positional arguments only)
+"""The packed forward and backward of BERT's encoder and vocabulary head, written out over Triton kernels and cuBLAS.
+
+A layer is one autograd function: its backward pass is written by hand, so that residual gradients are summed inside
+matrix products, bias gradients inside the kernels that have the numbers at hand, and nothing is kept in float32.
+Weights are cast to half precision once a forward pass, queries, keys and values in one matrix. Gradients reach the
+model's own float32 parameters through autograd, so DDP, accumulation, clipping and loss scaling see nothing new.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from app.train.packed_attention import HALF
+
+VOCABULARY_STEP = 64  #: the head's half-precision copy is padded to a multiple of this many rows: aligned loads
+
+
+@functools.cache
+def why_not(device: torch.device) -> str | None:
+    """Why the kernels cannot run on this device, for a log line; None if they can. Compiles one to find out."""
+    if device.type != "cuda":
+        return f"they need a GPU, this is {device.type}"
+    if torch.cuda.get_device_capability(device) < (8, 0):
+        return f"they need compute capability 8.0, {torch.cuda.get_device_name(device)} has less"
+    try:
+        from app.train import kernels_rows
+
+        with torch.cuda.device(device):
+            kernels_rows.gelu(torch.zeros(16, device=device, dtype=torch.float16))
+    except Exception as error:  # Triton missing, no C compiler, a driver too old for its machine code: reported
+        return f"Triton cannot build them here ({type(error).__name__}: {str(error).splitlines()[0][:200]})"
+    return None
+
+
+def half_type(parameter: Tensor) -> torch.dtype | None:
+    """The half precision that a matrix product of this parameter would run in now, None where it would not."""
+    if parameter.dtype in HALF:
+        return parameter.dtype
+    if torch.is_autocast_enabled() and parameter.is_cuda and parameter.dtype == torch.float32:
+        return torch.get_autocast_gpu_dtype()
+    return None
+
+
+def usable(bert: Any) -> bool:
+    """Whether ``encode`` here can run this model now: half precision on a fitting GPU, exact GELU, width 16 to 128."""
+    config = bert.config
+    parameter = bert.embeddings.word_embeddings.weight
+    width = config.hidden_size // config.num_attention_heads
+    return (
+        parameter.is_cuda
+        and half_type(parameter) is not None
+        and config.hidden_act == "gelu"
+        and width in (16, 32, 64, 128)
+        and config.hidden_size % 16 == 0
+        and config.hidden_size <= 4096
+        and config.intermediate_size % 16 == 0
+        and why_not(parameter.device) is None
+    )
+
+
+class _Run(NamedTuple):
+    """What all layers of a forward pass share."""
+
+    plan: Any
+    heads: int
+    eps: float
+    dropout: float
+    attention_dropout: float
+    seed: int
+    save: bool
+
+
+class _Weights(NamedTuple):
+    """A layer's matrices and their biases in half precision."""
+
+    qkv: Tensor
+    attended: Tensor
+    up: Tensor
+    down: Tensor
+    qkv_bias: Tensor
+    attended_bias: Tensor
+    up_bias: Tensor
+    down_bias: Tensor
+
+
+def _seeds(count: int) -> list[int]:
+    """Seeds of dropout masks, from torch's CPU generator: no wait for the device, and checkpoints restore them."""
+    return torch.randint(2**31 - 8, (count,)).tolist()
+
+
+def _half_weights(layers: Any, dtype: torch.dtype) -> list[_Weights]:
+    """Half-precision copies of all layers' matrices, in one allocation."""
+    from_, into, made = [], [], []
+    sizes = []
+    for layer in layers:
+        own, out = layer.attention.self, layer.attention.output.dense
+        up, down = layer.intermediate.dense, layer.output.dense
+        groups = [[own.query, own.key, own.value], [out], [up], [down]]
+        sizes.append([[m.weight for m in g] for g in groups] + [[m.bias for m in g] for g in groups])
+    total = sum(t.numel() for groups in sizes for g in groups for t in g)
+    flat = torch.empty(total, dtype=dtype, device=sizes[0][0][0].device)
+    at = 0
+    for groups in sizes:
+        views = []
+        for group in groups:
+            begin = at
+            for tensor in group:
+                from_.append(tensor)
+                into.append(flat[at : at + tensor.numel()].view(tensor.shape))
+                at += tensor.numel()
+            views.append(flat[begin:at].view(-1, *group[0].shape[1:]))
+        made.append(_Weights(*views))
+    with torch.no_grad():
+        torch._foreach_copy_(into, from_)
+    return made
+
+
+def _layer_forward(h: Tensor, w: _Weights, norms: tuple[Tensor, ...], run: _Run) -> tuple[Tensor, tuple[Tensor, ...]]:
+    from app.train import kernels_attention, kernels_rows
+
+    qkv = torch.addmm(w.qkv_bias, h, w.qkv.t()).view(len(h), 3, run.heads, -1)
+    context, lse = kernels_attention.attend(qkv, run.plan, run.attention_dropout, run.seed, run.save)
+    x = torch.addmm(w.attended_bias, context, w.attended.t())
+    y, z1, mean1, rstd1 = kernels_rows.norm(x, h, norms[0], norms[1], run.eps, run.dropout, run.seed + 1, run.save)
+    u = torch.addmm(w.up_bias, y, w.up.t())
+    a = kernels_rows.gelu(u)
+    x = torch.addmm(w.down_bias, a, w.down.t())
+    result, z2, mean2, rstd2 = kernels_rows.norm(x, y, norms[2], norms[3], run.eps, run.dropout, run.seed + 2, run.save)
+    return result, (h, qkv, context, lse, z1, mean1, rstd1, y, u, a, z2, mean2, rstd2)
+
+
+class _Layer(torch.autograd.Function):
+    """One encoder layer. The 16 parameters are in the order of ``_parameters``."""
+
+    @staticmethod
+    def forward(ctx: Any, h: Tensor, w: _Weights, run: _Run, *parameters: Tensor) -> Tensor:
+        norms = (*parameters[8:10], *parameters[14:16])
+        result, saved = _layer_forward(h, w, norms, run)
+        ctx.save_for_backward(*saved, norms[0], norms[2], w.qkv, w.attended, w.up, w.down)
+        ctx.run = run
+        ctx.types = [p.dtype for p in parameters]
+        return result
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, dresult: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        from app.train import kernels_attention, kernels_rows
+
+        run = ctx.run
+        (h, qkv, context, lse, z1, mean1, rstd1, y, u, a, z2, mean2, rstd2, g1, g2, wqkv, wattended, wup, wdown) = (
+            ctx.saved_tensors
+        )
+        dy, dx, sums2 = kernels_rows.norm_backward(
+            dresult.contiguous(), z2, mean2, rstd2, g2, run.dropout, 0.0, run.seed + 2
+        )
+        dwdown = dx.t() @ a
+        da = dx @ wdown
+        dup = kernels_rows.gelu_backward_(da, u)
+        dwup = da.t() @ y
+        # without dropout the branch's gradient is the residual's, and is no longer needed
+        dy.addmm_(da, wup)
+        dh, dx, sums1 = kernels_rows.norm_backward(dy, z1, mean1, rstd1, g1, run.dropout, 0.0, run.seed + 1)
+        dwattended = dx.t() @ context
+        dqkv = kernels_attention.attend_backward(
+            dx @ wattended, qkv, context, lse, run.plan, run.attention_dropout, run.seed
+        ).flatten(1)
+        dwqkv = dqkv.t() @ h
+        dbqkv = dqkv.sum(0, dtype=torch.float32)
+        dh.addmm_(dqkv, wqkv)
+        weights, biases = dwqkv.chunk(3), dbqkv.chunk(3)
+        grads = [
+            *(part for pair in zip(weights, biases, strict=True) for part in pair),
+            dwattended, sums1[2], sums1[0], sums1[1],
+            dwup, dup, dwdown, sums2[2], sums2[0], sums2[1],
+        ]  # fmt: skip
+        return dh, None, None, *(g.to(t) for g, t in zip(grads, ctx.types, strict=True))
+
+
+def _parameters(layer: Any) -> list[Tensor]:
+    own, out = layer.attention.self, layer.attention.output
+    modules = (
+        own.query, own.key, own.value, out.dense, out.LayerNorm,
+        layer.intermediate.dense, layer.output.dense, layer.output.LayerNorm,
+    )  # fmt: skip
+    return [p for m in modules for p in (m.weight, m.bias)]
+
+
+class _Embed(torch.autograd.Function):
+    """Embeddings, norm and dropout."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, rows: tuple[Tensor, Tensor, Tensor | None], options: tuple[float, float, int, torch.dtype, int],
+        words: Tensor, positions: Tensor, types: Tensor, weight: Tensor, bias: Tensor,
+    ) -> Tensor:  # fmt: skip
+        from app.train import kernels_rows
+
+        eps, dropout, seed, dtype, padding = options
+        y, z, mean, rstd = kernels_rows.embed(
+            *rows, (words, positions, types), weight, bias, eps, dropout, seed, True, dtype
+        )
+        ctx.save_for_backward(z, mean, rstd, weight, *rows)
+        ctx.options = (dropout, seed, padding, len(words), len(positions), len(types), words.dtype, weight.dtype)
+        return y
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        from app.train import kernels_rows
+
+        z, mean, rstd, weight, ids, positions, types = ctx.saved_tensors
+        dropout, seed, padding, words, places, kinds, dtype, norm_type = ctx.options
+        dz, _, sums = kernels_rows.norm_backward(
+            dy.contiguous(), z, mean, rstd, weight, 0.0, dropout, seed, torch.float32
+        )
+        table = torch.ops.aten.embedding_dense_backward
+        dwords = table(dz, ids, words, padding, False).to(dtype)
+        dplaces = table(dz, positions, places, -1, False)
+        if types is None:
+            dtypes = F.pad(dplaces.sum(0)[None], (0, 0, 0, kinds - 1))
+        else:
+            dtypes = table(dz, types, kinds, -1, False)
+        return None, None, dwords, dplaces.to(dtype), dtypes.to(dtype), sums[0].to(norm_type), sums[1].to(norm_type)
+
+
+def encode(bert: Any, batch: Any) -> Tensor:
+    """As ``packed.encode``, in half precision; only where ``usable``."""
+    from app.train import kernels_attention, kernels_rows
+
+    config, table = bert.config, bert.embeddings
+    words = table.word_embeddings.weight
+    dtype = half_type(words)
+    assert dtype is not None
+    save = torch.is_grad_enabled()
+    dropout, attention = (config.hidden_dropout_prob, config.attention_probs_dropout_prob) if bert.training else (0, 0)
+    dropout, attention = float(dropout), float(attention)
+    seeds = _seeds(len(bert.encoder.layer) + 1) if dropout or attention else [0] * (len(bert.encoder.layer) + 1)
+    rows = (batch.input_ids, batch.position_ids, batch.token_type_ids)
+    tables = (words, table.position_embeddings.weight, table.token_type_embeddings.weight)
+    norm = (table.LayerNorm.weight, table.LayerNorm.bias)
+    padding = -1 if table.word_embeddings.padding_idx is None else table.word_embeddings.padding_idx
+    if save:
+        hidden = _Embed.apply(rows, (config.layer_norm_eps, dropout, seeds[-1], dtype, padding), *tables, *norm)
+    else:
+        hidden = kernels_rows.embed(*rows, tables, *norm, config.layer_norm_eps, dropout, seeds[-1], False, dtype)[0]
+    plan = kernels_attention.tiles(batch.cu_seqlens, len(batch.input_ids))
+    weights = _half_weights(bert.encoder.layer, dtype)
+    for layer, half, seed in zip(bert.encoder.layer, weights, seeds, strict=False):
+        run = _Run(plan, config.num_attention_heads, config.layer_norm_eps, dropout, attention, seed, save)
+        parameters = _parameters(layer)
+        if save:
+            hidden = _Layer.apply(hidden, half, run, *parameters)
+        else:
+            hidden = _layer_forward(hidden, half, (*parameters[8:10], *parameters[14:16]), run)[0]
+    return hidden
+
+
+class _Head(torch.autograd.Function):
+    """Decoder and summed cross-entropy; the float32 logits and their gradient never exist."""
+
+    @staticmethod
+    def forward(ctx: Any, h: Tensor, targets: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+        from app.train import kernels_rows
+
+        vocabulary = len(weight)
+        padded = -(-vocabulary // VOCABULARY_STEP) * VOCABULARY_STEP
+        matrix = F.pad(weight.to(h.dtype), (0, 0, 0, padded - vocabulary))
+        logits = torch.addmm(F.pad(bias.to(h.dtype), (0, padded - vocabulary)), h, matrix.t())
+        losses, lse = kernels_rows.entropy(logits, targets, vocabulary)
+        ctx.save_for_backward(h, targets, matrix, logits, lse)
+        ctx.types = (vocabulary, weight.dtype, bias.dtype)
+        return losses.sum()
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        from app.train import kernels_rows
+
+        h, targets, matrix, logits, lse = ctx.saved_tensors
+        vocabulary, weight_type, bias_type = ctx.types
+        dlogits = kernels_rows.entropy_backward(logits, targets, lse, grad, vocabulary)
+        dweight = (dlogits.t() @ h)[:vocabulary].to(weight_type)
+        dbias = dlogits.sum(0, dtype=torch.float32)[:vocabulary].to(bias_type)
+        return dlogits @ matrix, None, dweight, dbias
+
+
+def mlm_loss(model: Any, batch: Any) -> Tensor:
+    """The summed masked-language loss of the row; only where ``usable``."""
+    head = model.cls.predictions
+    chosen = encode(model.bert, batch).index_select(0, batch.target_positions)
+    dtype = chosen.dtype
+    return _Head.apply(head.transform(chosen).to(dtype), batch.targets, head.decoder.weight, head.decoder.bias)

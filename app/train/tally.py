@@ -1,0 +1,127 @@
+"""What was really consumed: targets, tokens and sequences of all processes, counted as they go by, never planned."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+
+from app.hardware.peaks import dense_tflops
+from app.measure.clock import StepClock
+from app.measure.flops import Work
+
+COUNTS = ("loss", "targets", "useful", "tokens", "sequences", "squares")
+PARTS = ("data", "copy", "counting", "forward", "backward", "backward_last", "optimizer", "logging")
+
+
+class Tally:
+    """Sums since the last logged line (the window) and of the run. Until gathered, the window holds this process's share."""
+
+    def __init__(self) -> None:
+        self.applied = self.skipped = self.skipped_in_a_row = 0
+        self.updates = 0  # in the window
+        self.run = dict.fromkeys((*COUNTS, "seconds", "operations"), 0.0)
+        self.steady = {"seconds": 0.0, "useful": 0.0, "sequences": 0.0}  # of this process's life without its first window, which warms up
+        self.warm = False
+        self.note = ""
+        self._window = dict.fromkeys(COUNTS, 0.0)
+        self._loss: torch.Tensor | None = None
+        self._norm: torch.Tensor | None = None
+        self._norms: torch.Tensor | None = None
+
+    def count(self, micro: Any, loss: torch.Tensor) -> None:
+        """Add one micro-batch and its summed loss; does not wait for the device."""
+        for name in COUNTS[1:]:
+            self._window[name] += getattr(micro, name)
+        self._loss = loss.detach().float() if self._loss is None else self._loss + loss.detach().float()
+
+    def applied_or_skipped(self, skipped: bool, norm: torch.Tensor, scaled: bool) -> None:
+        """Note the end of an update. A skipped one (fp16 overflow) does not move the learning-rate schedule."""
+        self.updates += 1
+        self.applied += not skipped
+        self.skipped += skipped
+        self.skipped_in_a_row = self.skipped_in_a_row + 1 if skipped else 0
+        if not (scaled and skipped):
+            self._norm = norm.detach()
+            self._norms = self._norm if self._norms is None else self._norms + self._norm
+
+    def bad(self, device: torch.device) -> bool:
+        """True when a gradient norm or the loss of the window is not finite; waits for the device."""
+        return not math.isfinite(self._window["loss"]) or (self._norms is not None and not math.isfinite(float(self._norms)))
+
+    def gather(self, accelerator: Any, window_only: bool) -> dict[str, float]:
+        """The window of all processes together. With ``window_only`` it goes on: the main process holds the sums, the others nothing."""
+        if self._loss is not None:
+            self._window["loss"] += float(self._loss)
+            self._loss = None
+        total = dict(self._window)
+        if accelerator.num_processes > 1:
+            sums = torch.tensor([self._window[n] for n in COUNTS], dtype=torch.float64, device=accelerator.device)
+            total = dict(zip(COUNTS, accelerator.reduce(sums, reduction="sum").tolist(), strict=True))
+        if window_only:
+            self._window = total if accelerator.is_main_process else dict.fromkeys(COUNTS, 0.0)
+        return total
+
+    def window(self, accelerator: Any, clock: StepClock, work: Work, device: torch.device, rate: float, scale: float) -> dict[str, Any]:
+        """The values of a logged line, the same in every process, and a new window. Waits for the device."""
+        total = self.gather(accelerator, window_only=False)
+        times = clock.read()
+        mine = torch.tensor([times.get(p, 0.0) for p in (*PARTS, "total")], dtype=torch.float64, device=device)
+        every = accelerator.gather(mine[None]).cpu() if accelerator.num_processes > 1 else mine[None].cpu()
+        seconds = float(every[:, -1].max())
+        operations = work.training(int(total["useful"]), int(total["squares"]), int(total["targets"]), int(total["sequences"]))
+        for name in COUNTS:
+            self.run[name] += total[name]
+        self.run["seconds"] += seconds
+        self.run["operations"] += operations
+        if self.warm:
+            self.steady["seconds"] += seconds
+            self.steady["useful"] += total["useful"]
+            self.steady["sequences"] += total["sequences"]
+        self.warm = True
+        loss = total["loss"] / max(1.0, total["targets"])
+        values: dict[str, Any] = {
+            "loss": loss, "lr": rate, "grad_norm": float(self._norm) if self._norm is not None else None, "loss_scale": scale, "skipped": self.skipped,
+            "useful_tokens_per_s": total["useful"] / seconds, "sequences_per_s": total["sequences"] / seconds,
+            "padding_share": 1 - total["useful"] / max(1.0, total["tokens"]), "update_ms": 1e3 * seconds / max(1, self.updates),
+            "tflops": operations / seconds / 1e12,
+        }
+        values.update(_shares(every[0], seconds))
+        if device.type == "cuda":
+            peak = dense_tflops(torch.cuda.get_device_name(device), accelerator.mixed_precision)
+            values["mfu"] = operations / seconds / 1e12 / peak / accelerator.num_processes if peak else None
+            values["peak_memory_gib"] = torch.cuda.max_memory_allocated(device) / 2**30
+        if accelerator.num_processes > 1:
+            busy = (every[:, PARTS.index("forward")] + every[:, PARTS.index("data")] + every[:, PARTS.index("backward")])
+            values["slowest_process"] = int(busy.argmax())
+            values["slowest_over_median"] = float(busy.max() / busy.median()) if float(busy.median()) > 0 else 1.0
+        self.note = f"loss {loss:.4f}"
+        self.updates, self._window = 0, dict.fromkeys(COUNTS, 0.0)
+        self._norms = None
+        return values
+
+    def summary(self) -> dict[str, Any]:
+        """The run's sums for the last line of stdout; rates are of this process's life, its first logged window left out."""
+        lived = self.steady if self.steady["seconds"] else {"seconds": self.run["seconds"], "useful": self.run["useful"], "sequences": self.run["sequences"]}
+        per = max(lived["seconds"], 1e-9)
+        return {"sequences": int(self.run["sequences"]), "useful_tokens": int(self.run["useful"]), "training_seconds": round(self.run["seconds"], 3),
+                "useful_tokens_per_s": round(lived["useful"] / per, 1), "sequences_per_s": round(lived["sequences"] / per, 2),
+                "padding_share": round(1 - self.run["useful"] / max(1.0, self.run["tokens"]), 4), "loss_mean": self.run["loss"] / max(1.0, self.run["targets"])}
+
+    def state(self) -> dict[str, Any]:
+        """For a checkpoint; call ``gather(window_only=True)`` first."""
+        return {"applied": self.applied, "skipped": self.skipped, "skipped_in_a_row": self.skipped_in_a_row, "updates": self.updates, "run": self.run,
+                "window": self._window}
+
+    def restore(self, state: dict[str, Any], main: bool) -> None:
+        self.applied, self.skipped, self.skipped_in_a_row = state["applied"], state["skipped"], state["skipped_in_a_row"]
+        self.updates, self.run = state["updates"], dict(state["run"])
+        self._window = dict(state["window"]) if main else dict.fromkeys(COUNTS, 0.0)
+
+
+def _shares(times: torch.Tensor, seconds: float) -> dict[str, float]:
+    """Share of the wall time of each part, from the main process's clock."""
+    parts = dict(zip(PARTS, (times[:-1] / seconds).tolist(), strict=True))
+    parts["backward"] += parts.pop("backward_last")
+    return {f"share_{name}": round(value, 4) for name, value in parts.items()}
