@@ -45,6 +45,7 @@ FROM base AS environment
 ARG CUDA
 # pip comes from a throw-away environment, so that /opt/venv holds what the lock says and nothing else: nobody can swap
 # torch inside by accident. Only the lock decides what this layer holds: code comes later.
+# Wheels are kept as files and not in pip's cache of answers: an index that forbids caching would fill that one in vain.
 # The secret `pip` is the user's own pip configuration (index, proxy), optional; its values reach no layer and no history.
 RUN --mount=type=bind,source=pinned,target=/tmp/pinned \
     --mount=type=secret,id=ca,target=/tmp/ca.crt \
@@ -57,8 +58,10 @@ RUN --mount=type=bind,source=pinned,target=/tmp/pinned \
     if [ -s /tmp/pip.conf ]; then export PIP_CONFIG_FILE=/tmp/pip.conf; fi; \
     python3 -m venv /tmp/pip/venv; \
     python3 -m venv --without-pip /opt/venv; \
-    /tmp/pip/venv/bin/pip --python /opt/venv/bin/python install --cache-dir /tmp/wheels --progress-bar off --no-compile \
-        --no-deps --only-binary :all: --require-hashes -r "/tmp/pinned/$CUDA/requirements.txt"; \
+    set -- --no-cache-dir --progress-bar off --no-deps --only-binary :all: --require-hashes \
+        -r "/tmp/pinned/$CUDA/requirements.txt"; \
+    /tmp/pip/venv/bin/pip --python /opt/venv/bin/python download "$@" --find-links /tmp/wheels --dest /tmp/wheels; \
+    /tmp/pip/venv/bin/pip --python /opt/venv/bin/python install "$@" --find-links /tmp/wheels --no-index --no-compile; \
     python3 -m compileall -q -j 0 --invalidation-mode unchecked-hash /opt/venv
 
 
@@ -95,6 +98,8 @@ COPY pyproject.toml /opt/kit/
 COPY pinned /opt/kit/pinned
 COPY tests /opt/kit/tests
 COPY app /opt/kit/app
+# Readable for every uid, however strict the umask of the checkout.
+RUN chmod -R u=rwX,go=rX /opt/kit
 USER 1000:1000
 WORKDIR /work
 CMD ["python", "-m", "app.train", "--help"]

@@ -11,7 +11,7 @@ from typing import Any
 
 from app.errors import WRONG_MACHINE, Fault
 from app.host import network
-from app.host.variants import EVERY, PINNED, choose_several, locked_versions, tomllib
+from app.host.variants import EVERY, PINNED, choose_several, lock_settings, locked_versions
 
 TOOLS = "tools"  #: the folder of pinned/ that holds the host side's own lock
 
@@ -26,11 +26,6 @@ def folders(cuda: str | None, pinned: Path = PINNED) -> list[Path]:
         return [pinned / TOOLS]
     chosen = [variant.folder for variant in choose_several(cuda, pinned)]
     return [*chosen, pinned / TOOLS] if cuda == EVERY else chosen
-
-
-def settings(pinned: Path = PINNED) -> dict[str, Any]:
-    """The values of pinned/lock.toml."""
-    return tomllib.loads((pinned / "lock.toml").read_text(encoding="utf-8"))
 
 
 def command(folder: Path, target: Path, values: dict[str, Any]) -> list[str]:
@@ -92,7 +87,7 @@ def explain(folder: Path, words: str) -> str:
 
 def lock(cuda: str | None, pinned: Path = PINNED) -> None:
     """Write the locks that ``--cuda`` asks for, each at once or not at all, and say what changed."""
-    values = settings(pinned)
+    values = lock_settings(pinned)
     for folder in folders(cuda, pinned):
         path = folder / "requirements.txt"
         old = locked_versions(path) if path.exists() else {}

@@ -11,6 +11,7 @@ import re
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -181,6 +182,16 @@ def choose_several(cuda: str | None, pinned: Path = PINNED) -> list[Variant]:
     if cuda and "," in cuda:
         return [choose(name.strip(), pinned) for name in cuda.split(",")]
     return [choose(cuda, pinned)]
+
+
+def lock_settings(pinned: Path = PINNED) -> dict[str, Any]:
+    """The values of pinned/lock.toml: how every lock is resolved."""
+    return tomllib.loads((pinned / "lock.toml").read_text(encoding="utf-8"))
+
+
+def locks_date(pinned: Path = PINNED) -> int:
+    """The date of the locks in seconds since 1970: the time stamp of everything built from them."""
+    return int(datetime.fromisoformat(lock_settings(pinned)["as_of"].replace("Z", "+00:00")).timestamp())
 
 
 def _version_key(name: str) -> tuple[int, ...]:

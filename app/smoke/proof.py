@@ -96,7 +96,7 @@ def check_torch(variant: Variant) -> str:
 
 
 def check_compiler(variant: Variant) -> str:
-    """A C file that includes Python.h compiles, which is what Triton does at run time."""
+    """A C file that includes Python.h compiles, as Triton asks for, and a function compiled by torch is right."""
     if variant.triton is None:
         return "not needed: this variant has no Triton"
     with tempfile.TemporaryDirectory() as folder:
@@ -110,7 +110,13 @@ def check_compiler(variant: Variant) -> str:
             raise Wrong("no gcc: torch.compile cannot work") from None
         if done.returncode:
             raise Wrong(f"gcc cannot compile against Python.h: {_first_error(done.stderr)}")
-    return "gcc compiles against Python.h"
+    import torch
+
+    numbers = torch.arange(8.0)
+    compiled = torch.compile(lambda x: torch.relu(x - 3).sum() * 2)
+    if compiled(numbers).item() != 20.0:
+        raise Wrong(f"torch.compile gives {compiled(numbers).item()} where 20 is right")
+    return "gcc compiles against Python.h, torch.compile gives the right result"
 
 
 def check_data(variant: Variant) -> str:

@@ -1,0 +1,120 @@
+"""Runs a program of this project where its environment is: in a container, or in a venv without an engine.
+
+The last step replaces this process, so that signals and the exit code are the program's own.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import NoReturn
+
+from app.errors import WRONG_INPUT, WRONG_MACHINE, Fault
+from app.host import compose, engine, images, venvs
+from app.host.variants import ROOT, Variant, choose
+
+RUNTIMES = ("auto", "docker", "venv")
+
+
+def variant_in_use(cuda: str | None, root: Path = ROOT) -> Variant:
+    """The variant that ``--cuda`` names; without it the one that was built last, else the default."""
+    return choose(cuda or compose.read_settings(root).get("KIT_VARIANT"), root / "pinned")
+
+
+def remainder(arguments: list[str]) -> list[str]:
+    """What stands behind ``--``, word by word as typed: Invoke itself would join it into one string."""
+    return arguments[arguments.index("--") + 1 :] if "--" in arguments else []
+
+
+def pick_runtime(runtime: str) -> str:
+    """``docker`` or ``venv``. ``auto`` is docker where an engine answers; otherwise says that and takes venv."""
+    if runtime not in RUNTIMES:
+        raise Fault(f"--runtime {runtime}: allowed are {', '.join(RUNTIMES)}", WRONG_INPUT)
+    if runtime != "auto":
+        return runtime
+    try:
+        engine.connect()
+        images.buildx()
+    except Fault as fault:
+        print(f"no container: {fault}", file=sys.stderr)
+        print("going on in a virtual environment from the same lock", file=sys.stderr, flush=True)
+        return "venv"
+    return "docker"
+
+
+def wants_cpu(arguments: list[str]) -> bool:
+    """Whether the trainer was told to use the CPU, so that GPUs which stay unused are no surprise."""
+    joined = [word.partition("=")[2] for word in arguments if word.startswith("--accelerate=")]
+    split = [after for word, after in itertools.pairwise(arguments) if word == "--accelerate"]
+    return "cpu" in joined + split
+
+
+def check_gpus(arguments: list[str]) -> None:
+    """Raises Fault where the host has GPUs that no container would see: training on the CPU then is never meant."""
+    client = engine.connect()
+    with engine.told("asking the engine about GPUs"):
+        gpus = engine.gpu_access(client.info(), engine.host_has_gpus())
+    if gpus.blocked and not wants_cpu(arguments):
+        raise Fault(
+            f"{gpus.reason}, so it would train on the CPU: {engine.TOOLKIT}. Or use the GPUs without an engine: "
+            "./inv train --runtime venv; or mean it: ./inv train -- --accelerate cpu",
+            WRONG_MACHINE,
+        )
+
+
+def compose_command(service: str, arguments: list[str], root: Path = ROOT, terminal: bool | None = None) -> list[str]:
+    """The command that runs a service once; without a terminal none is asked for."""
+    if terminal is None:
+        terminal = sys.stdin.isatty() and sys.stdout.isatty()
+    return [
+        *("docker", "compose", "--project-directory", str(root), "run", "--rm"),
+        *([] if terminal else ["-T"]),
+        service,
+        *arguments,
+    ]
+
+
+def compose_environment(variant: Variant, image: str, environment: Mapping[str, str] = os.environ) -> dict[str, str]:
+    """Variables for docker compose that win over .env, so that ``--cuda`` counts for this run only."""
+    return {**environment, "KIT_VARIANT": variant.cuda, "KIT_IMAGE": image}
+
+
+def run(
+    service: str, arguments: list[str], cuda: str | None = None, runtime: str = "auto", root: Path = ROOT
+) -> NoReturn:
+    """Run ``python -m app.<service>`` with these arguments and never return: the exit code is the program's.
+
+    Makes the environment first where it is missing. Relative paths start at the project folder in either runtime.
+    """
+    variant = variant_in_use(cuda, root)
+    if pick_runtime(runtime) == "venv":
+        python = venvs.ensure(variant, root)
+        _become([str(python), "-m", f"app.{service}", *arguments], venvs.program_environment(variant, root), root)
+    check_gpus(arguments)
+    images.ensure(variant, root)
+    client = engine.connect()
+    environment = compose_environment(variant, compose.image_id(client, variant))
+    _become(compose_command(service, arguments, root), environment, root)
+
+
+def shell(cuda: str | None = None, runtime: str = "auto", root: Path = ROOT) -> NoReturn:
+    """A shell inside the environment of a variant, with the same mounts, user and GPUs as training."""
+    variant = variant_in_use(cuda, root)
+    if pick_runtime(runtime) == "venv":
+        venvs.ensure(variant, root)
+        shell_path = os.environ.get("SHELL", "/bin/sh")
+        _become([shell_path], venvs.program_environment(variant, root), root)
+    images.ensure(variant, root)
+    environment = compose_environment(variant, compose.image_id(engine.connect(), variant))
+    command = compose_command("train", [], root)
+    _become([*command[:-1], "--entrypoint", "bash", command[-1]], environment, root)
+
+
+def _become(command: list[str], environment: Mapping[str, str], folder: Path) -> NoReturn:
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os.chdir(folder)
+    os.execvpe(command[0], command, dict(environment))
