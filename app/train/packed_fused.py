@@ -121,6 +121,13 @@ def _half_weights(layers: Any, dtype: torch.dtype) -> list[_Weights]:
     return made
 
 
+def _weight_gradient(dy: Tensor, x: Tensor) -> Tensor:
+    """dy^T x, in float32 as it is accumulated where torch can (2.8, on a GPU): no rounding, no cast."""
+    if dy.is_cuda and hasattr(torch.ops.aten.mm, "dtype"):
+        return torch.mm(dy.t(), x, out_dtype=torch.float32)
+    return dy.t() @ x
+
+
 def _layer_forward(h: Tensor, w: _Weights, norms: tuple[Tensor, ...], run: _Run) -> tuple[Tensor, tuple[Tensor, ...]]:
     from app.train import kernels_attention, kernels_rows
 
@@ -159,19 +166,19 @@ class _Layer(torch.autograd.Function):
         dy, dx, sums2 = kernels_rows.norm_backward(
             dresult.contiguous(), z2, mean2, rstd2, g2, run.dropout, 0.0, run.seed + 2
         )
-        dwdown = dx.t() @ a
+        dwdown = _weight_gradient(dx, a)
         da = dx @ wdown
         dup = kernels_rows.gelu_backward_(da, u)
-        dwup = da.t() @ y
+        dwup = _weight_gradient(da, y)
         # without dropout the branch's gradient is the residual's, and is no longer needed
         dy.addmm_(da, wup)
         dh, dx, sums1 = kernels_rows.norm_backward(dy, z1, mean1, rstd1, g1, run.dropout, 0.0, run.seed + 1)
-        dwattended = dx.t() @ context
-        dqkv = kernels_attention.attend_backward(
+        dwattended = _weight_gradient(dx, context)
+        dqkv, dbqkv = kernels_attention.attend_backward(
             dx @ wattended, qkv, context, lse, run.plan, run.attention_dropout, run.seed
-        ).flatten(1)
-        dwqkv = dqkv.t() @ h
-        dbqkv = dqkv.sum(0, dtype=torch.float32)
+        )
+        dqkv = dqkv.flatten(1)
+        dwqkv = _weight_gradient(dqkv, h)
         dh.addmm_(dqkv, wqkv)
         weights, biases = dwqkv.chunk(3), dbqkv.chunk(3)
         grads = [
@@ -285,7 +292,7 @@ class _Head(torch.autograd.Function):
         h, targets, matrix, logits, lse = ctx.saved_tensors
         vocabulary, weight_type, bias_type = ctx.types
         dlogits = kernels_rows.entropy_backward(logits, targets, lse, grad, vocabulary)
-        dweight = (dlogits.t() @ h)[:vocabulary].to(weight_type)
+        dweight = _weight_gradient(dlogits, h)[:vocabulary].to(weight_type)
         dbias = dlogits.sum(0, dtype=torch.float32)[:vocabulary].to(bias_type)
         return dlogits @ matrix, None, dweight, dbias
 

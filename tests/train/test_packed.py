@@ -22,7 +22,7 @@ def small(task: str, dtype: torch.dtype = torch.float64, dropout: float = 0.0):
         vocab_size=50,
         hidden_size=32,
         num_hidden_layers=2,
-        num_attention_heads=4,
+        num_attention_heads=2,
         intermediate_size=64,
         max_position_embeddings=LIMIT,
         hidden_dropout_prob=dropout,

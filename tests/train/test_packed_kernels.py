@@ -1,0 +1,224 @@
+"""The Triton path against the plain one, kernel by kernel and as a whole.
+
+With a GPU the kernels are compiled and run in half precision. Without one Triton's interpreter runs the same code on
+the CPU in float32, which proves the arithmetic but not the compiled code. Without Triton the tests are skipped.
+"""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+import torch
+
+GPU = torch.cuda.is_available() and torch.cuda.get_device_capability() >= (8, 0)
+if not GPU:
+    os.environ["TRITON_INTERPRET"] = "1"  # read when a kernel is defined, so before the imports below
+
+triton = pytest.importorskip("triton", reason="this environment has no Triton")
+
+import triton.language as tl  # noqa: E402
+from test_packed import gradients, pack, small  # noqa: E402
+
+from app.train import kernels_attention, kernels_rows, packed, packed_fused  # noqa: E402
+
+DEVICE = "cuda" if GPU else "cpu"
+#: a whole model takes a minute in the interpreter
+long_without_gpu = pytest.mark.skipif(False, reason="") if GPU else pytest.mark.long
+DTYPES = [torch.float16, torch.bfloat16] if GPU else [torch.float32]
+LENGTHS = [1, 5, 64, 65, 70, 9]
+TOKENS = 230
+SCALE = 4096.0  #: of the loss, as float16 training has it, or small gradients vanish
+
+
+def off(got: torch.Tensor, want: torch.Tensor) -> float:
+    """Relative error by norm; not a number never passes."""
+    return float((got.double() - want.double()).norm() / want.double().norm())
+
+
+def close(dtype: torch.dtype) -> float:
+    return {torch.float16: 4e-3, torch.bfloat16: 2e-2, torch.float32: 1e-5}[dtype]
+
+
+@triton.jit(do_not_specialize=["seed"])
+def _write_keeps(out, seed, ROWS: tl.constexpr, COLUMNS: tl.constexpr, DROPPED: tl.constexpr):
+    row, column = tl.arange(0, ROWS), tl.arange(0, COLUMNS)
+    kept = kernels_rows.keeps(seed, row, column, DROPPED)
+    tl.store(out + row[:, None] * COLUMNS + column[None, :], kept.to(tl.int32))
+
+
+def kept(rows: int, columns: int, seed: int, dropout: float) -> torch.Tensor:
+    out = torch.empty(triton.next_power_of_2(rows), triton.next_power_of_2(columns), dtype=torch.int32, device=DEVICE)
+    _write_keeps[(1,)](out, seed, ROWS=out.shape[0], COLUMNS=out.shape[1], DROPPED=kernels_rows.dropped(dropout))
+    return out[:rows, :columns].bool()
+
+
+def starts(lengths: list[int]) -> torch.Tensor:
+    edges = torch.tensor([0, *lengths, TOKENS - sum(lengths)]).cumsum(0)
+    return torch.cat((edges, edges.new_full((3,), TOKENS))).int().to(DEVICE)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("dropout", [0.0, 0.25])
+def test_attention(dtype: torch.dtype, dropout: float) -> None:
+    torch.manual_seed(0)
+    heads, width, seed = 2, 16, 77
+    qkv = torch.randn(TOKENS, 3, heads, width, device=DEVICE, dtype=dtype)
+    grad = torch.randn(TOKENS, heads * width, device=DEVICE, dtype=dtype)
+    cu_seqlens = starts(LENGTHS)
+    plan = kernels_attention.tiles(cu_seqlens, TOKENS)
+    out, lse = kernels_attention.attend(qkv, plan, dropout, seed, True)
+    dqkv, sums = kernels_attention.attend_backward(grad, qkv, out, lse, plan, dropout, seed)
+    exact = qkv.double().requires_grad_()
+    parts = []
+    mask = kept(TOKENS * heads, 256, seed, dropout).view(TOKENS, heads, 256) if dropout else None
+    for begin, end in zip(cu_seqlens.tolist(), cu_seqlens.tolist()[1:], strict=False):
+        query, key, value = exact[begin:end].permute(1, 2, 0, 3)
+        weights = (query @ key.transpose(1, 2) * width**-0.5).softmax(-1)
+        if mask is not None:
+            weights = weights * mask[begin:end, :, : end - begin].transpose(0, 1) / (1 - dropout)
+        parts.append((weights @ value).transpose(0, 1).flatten(1))
+    want = torch.cat(parts)
+    want.backward(grad.double())
+    assert off(out, want) < close(dtype)
+    assert off(dqkv, exact.grad) < close(dtype)
+    assert off(sums[2 * heads * width :], exact.grad[:, 2].flatten(1).sum(0)) < close(dtype)
+    assert off(sums[: heads * width], exact.grad[:, 0].flatten(1).sum(0)) < close(dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("dropout", [0.0, 0.25])
+def test_norm(dtype: torch.dtype, dropout: float) -> None:
+    torch.manual_seed(0)
+    rows, size, seed = 37, 48, 5
+    x, residual, dy = torch.randn(3, rows, size, device=DEVICE, dtype=dtype).unbind(0)
+    weight, bias = torch.randn(2, size, device=DEVICE).unbind(0)
+    y, z, mean, rstd = kernels_rows.norm(x, residual, weight, bias, 1e-12, dropout, seed, True)
+    dz, dx, sums = kernels_rows.norm_backward(dy, z, mean, rstd, weight, dropout, 0.0, seed)
+    exact = [t.double().requires_grad_() for t in (x, residual, weight, bias, torch.zeros(size, device=DEVICE))]
+    branch = exact[0] + exact[4]
+    if dropout:
+        branch = branch * kept(rows, size, seed, dropout) / (1 - dropout)
+    want = torch.nn.functional.layer_norm(branch + exact[1], (size,), exact[2], exact[3], 1e-12)
+    want.backward(dy.double())
+    for got, expected in zip((y, dx, dz, *sums), (want, *(t.grad for t in exact)), strict=True):
+        assert off(got, expected) < close(dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_gelu(dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    u, da = torch.randn(2, 530, 272, device=DEVICE, dtype=dtype).unbind(0)
+    exact = u.double().requires_grad_()
+    want = torch.nn.functional.gelu(exact)
+    want.backward(da.double())
+    assert off(kernels_rows.gelu(u), want) < close(dtype)
+    got = da.clone()
+    sums = kernels_rows.gelu_backward_(got, u)
+    assert off(got, exact.grad) < close(dtype)
+    assert off(sums, exact.grad.sum(0)) < close(dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_entropy(dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    vocabulary, padded = 2500, 2560
+    logits = torch.randn(9, padded, device=DEVICE, dtype=dtype) * 5
+    targets = torch.tensor([0, 2499, 7, -100, 2048, 2047, -100, 1, 5], device=DEVICE)
+    losses, lse = kernels_rows.entropy(logits, targets, vocabulary)
+    exact = logits.double().requires_grad_()
+    want = torch.nn.functional.cross_entropy(exact[:, :vocabulary], targets, reduction="none")
+    (want.sum() * 3).backward()
+    dlogits = kernels_rows.entropy_backward(logits, targets, lse, torch.tensor(3.0, device=DEVICE), vocabulary)
+    assert off(losses, want) < 1e-5
+    assert off(dlogits, exact.grad) < close(dtype)
+    assert (dlogits[:, vocabulary:] == 0).all()
+
+
+def test_dropout_masks_are_even_and_independent() -> None:
+    """Share kept, and products of neighbouring rows, columns and seeds, lie within 5 deviations of independence."""
+    masks = [kept(256, 256, seed, 0.1).double() for seed in (1, 2, 3)]
+    deviation = (0.1 * 0.9 / 256**2) ** 0.5
+    for mask in masks:
+        assert abs(mask.mean() - 0.9) < 5 * deviation
+        assert abs((mask[1:] * mask[:-1]).mean() - 0.81) < 5 * (0.81 * 0.19 / 256**2) ** 0.5
+        assert abs((mask[:, 1:] * mask[:, :-1]).mean() - 0.81) < 5 * (0.81 * 0.19 / 256**2) ** 0.5
+        assert mask.mean(0).std() < 2 * (0.09 / 256) ** 0.5
+        assert mask.mean(1).std() < 2 * (0.09 / 256) ** 0.5
+    assert abs((masks[0] * masks[1]).mean() - 0.81) < 5 * (0.81 * 0.19 / 256**2) ** 0.5
+
+
+@long_without_gpu
+@pytest.mark.parametrize("task", ["mlm", "classify"])
+@pytest.mark.parametrize("types", [True, False])
+def test_whole_model(task: str, types: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Loss and every parameter's gradient against the plain path in float64."""
+    lengths = [1, 20, 24, 9, 24, 3]
+    batch = pack(task, lengths, 100, types=types).to(DEVICE)
+    model = small(task).to(DEVICE)
+    want_loss = packed.loss(model, batch)
+    want = gradients(model, want_loss)
+    model.float()
+    for dtype in DTYPES:
+        monkeypatch.setattr(packed_fused, "usable", lambda _: True)
+        monkeypatch.setattr(packed_fused, "half_type", lambda _, dtype=dtype: dtype)
+        with torch.autocast(DEVICE, dtype, enabled=GPU):
+            loss = packed.loss(model, batch)
+        got = {name: grad / SCALE for name, grad in gradients(model, loss * SCALE).items()}
+        monkeypatch.undo()
+        assert loss.dtype == torch.float32
+        assert off(loss, want_loss) < close(dtype)
+        assert got.keys() == want.keys()
+        for name, value in want.items():
+            if "key.bias" in name:  # its true gradient is 0
+                assert got[name].norm() < close(dtype) * want[name.replace("key", "query")].norm() * 10
+            else:
+                assert off(got[name], value) < 5 * close(dtype), name
+        with torch.no_grad(), torch.autocast(DEVICE, dtype, enabled=GPU):
+            monkeypatch.setattr(packed_fused, "half_type", lambda _, dtype=dtype: dtype)
+            hidden = packed_fused.encode(model.bert, batch)
+            monkeypatch.undo()
+        assert off(hidden, packed.encode(model.bert.double(), batch)) < close(dtype)
+        model.float()
+
+
+@long_without_gpu
+def test_dropout_repeats_with_the_generator(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The backward pass drops what the forward pass dropped: the loss falls as the gradient says, mask and all."""
+    dtype = DTYPES[0]
+    model = small("mlm", torch.float32, dropout=0.2).to(DEVICE)
+    batch = pack("mlm", [20, 24, 9], 60).to(DEVICE)
+    monkeypatch.setattr(packed_fused, "usable", lambda _: True)
+    monkeypatch.setattr(packed_fused, "half_type", lambda _: dtype)
+
+    def loss(seed: int) -> torch.Tensor:
+        torch.manual_seed(seed)
+        with torch.autocast(DEVICE, dtype, enabled=GPU):
+            return packed.loss(model, batch)
+
+    assert loss(1).item() == loss(1).item() != loss(2).item()
+    got = {name: grad / SCALE for name, grad in gradients(model, loss(1) * SCALE).items()}
+    again = gradients(model, loss(1) * SCALE)
+    assert all(torch.equal(value / SCALE, got[name]) for name, value in again.items())
+    slope = sum(float(g.double().square().sum()) for g in got.values())
+    step = (0.02 if GPU else 1e-3) / slope
+    moved = []
+    for sign in (1, -1):
+        with torch.no_grad():
+            for name, parameter in model.named_parameters():
+                parameter.add_(got[name], alpha=sign * step)
+            moved.append(loss(1).item())
+            for name, parameter in model.named_parameters():
+                parameter.sub_(got[name], alpha=sign * step)
+    assert (moved[0] - moved[1]) / (2 * step * slope) == pytest.approx(1, abs=0.2 if GPU else 0.05)
+
+
+@pytest.mark.skipif(not GPU, reason="needs a GPU of compute capability 8.0: this is what chooses the kernels there")
+def test_chosen_on_a_gpu() -> None:
+    model = small("mlm", torch.float32).to(DEVICE)
+    assert packed_fused.why_not(torch.device("cuda", torch.cuda.current_device())) is None
+    assert not packed_fused.usable(model.bert)
+    with torch.autocast("cuda", torch.float16):
+        assert packed_fused.usable(model.bert)
+        model.config.hidden_act = "relu"
+        assert not packed_fused.usable(model.bert)
