@@ -120,7 +120,7 @@ def _no_engine(where: str, error: Exception) -> Fault:
         )
     if "Not supported URL scheme" in words or "Invalid bind address" in words:
         return Fault(f"DOCKER_HOST is '{where}': allowed are unix://, tcp:// and ssh:// addresses", WRONG_MACHINE)
-    if "client version" in words or "API version" in words or "apiVersion" in words:
+    if "supported API version" in words or "client version" in words:
         return Fault(f"the Docker engine at {where} is too old or too new for this client: {words}", WRONG_MACHINE)
     return Fault(
         f"no Docker engine answers at {where}: start it (sudo systemctl start docker), or {INSTALL}; without "
