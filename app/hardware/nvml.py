@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from ctypes import byref
 from typing import Any
@@ -190,3 +191,12 @@ def _peer_links(nvml: Any, handle: Any) -> dict[str, int]:
 
 def _flag(value: Any) -> bool | None:
     return None if value is None else bool(value)
+
+
+def main() -> None:
+    """Print this machine's reading as JSON: a program of its own, so that a driver which hangs can be given up on."""
+    print(json.dumps(read().as_data()))
+
+
+if __name__ == "__main__":
+    main()
