@@ -82,7 +82,6 @@ class TrainConfig:
     num_workers: int = option(
         -1, "processes that prepare batches, for each training process; -1: by the CPU cores there are"
     )
-    compile: str = option(
         "auto", "torch.compile: auto uses it for long packed runs on a GPU", choices=["auto", "yes", "no"]
     )
     compress_gradients: str = option(

@@ -20,7 +20,7 @@ import torch
 from app.errors import DIVERGED, STOPPED, Fault
 from app.measure.clock import StepClock
 from app.measure.flops import of_bert
-from app.train import checkpoints, data, model, packed_attention, record
+from app.train import checkpoints, data, model, packed, packed_attention, record
 from app.train.batches import Layout, packed_shape
 from app.train.collate import Collator, MicroBatches, loader, timetable
 from app.train.config import TrainConfig
@@ -48,11 +48,13 @@ def train(config: TrainConfig, launch: Launch, choice: model.Choice, prepared: d
     bert = model.build(choice, config, prepared, say)
     learner = model.Learner(bert, config.task)
     layout = Layout(config.batch_size, launch.accumulation, world)
-    padding = config.padding if config.padding != "auto" else ("packed" if device.type == "cuda" else "dynamic")
+    padding = "packed" if config.padding == "auto" else config.padding
     masking = Masking(prepared.tokenizer.vocabulary, config.mask_fraction, config.whole_words, config.seed) if config.task == "mlm" else None
     split = prepared.train
     shape = packed_shape(split.store.lengths[split.rows], config.batch_size, prepared.max_length, config.mask_fraction if masking else 0.0) \
         if padding == "packed" else None
+    if shape:
+        packed.check_model(bert)
     flash = packed_attention.has_flash(device, dtype)
 
     def collator(of: data.Split) -> Collator:

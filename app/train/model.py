@@ -187,6 +187,8 @@ class Learner(nn.Module):
 
     def forward(self, batch: dict[str, Any]) -> torch.Tensor:
         """float32 [], the sum of the cross-entropies over targets that are not -100."""
+        if "cu_seqlens" in batch:
+            return packed.loss(self.model, packed.PackedBatch(**batch))
         return F.cross_entropy(self.logits(batch).float(), batch["targets"], ignore_index=-100, reduction="sum")
 
 

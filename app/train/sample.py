@@ -11,7 +11,7 @@ import math
 import random
 from collections.abc import Iterator
 
-ROWS = 8000
+ROWS = 5000
 
 _ENGLISH = {
     "food": "soup noodle rice kitchen oven recipe pepper garlic onion bread butter taste cook dish sauce tea breakfast dinner fresh sweet spicy fry boil "
@@ -52,7 +52,7 @@ def rows(count: int = ROWS, seed: int = 20260918) -> Iterator[dict[str, str]]:
         subject = draw.choice(subjects)
         chinese = draw.random() < 0.4
         own, common = (characters, _CHINESE_COMMON) if chinese else (words, _ENGLISH_COMMON)
-        length = min(220, max(6, int(draw.lognormvariate(math.log(28), 0.7))))
+        length = min(220, max(6, int(draw.lognormvariate(math.log(24), 0.7))))
         chosen: list[str] = []
         for _ in range(length):
             kind = draw.random()

@@ -1,0 +1,92 @@
+"""The real program on small data: in this process where that is the same, in processes of its own where it is not."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from app.train.sample import rows
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+class Outcome:
+    """What a run of the trainer left: exit code, stderr, the last line of stdout."""
+
+    def __init__(self, code: int, stdout: str, stderr: str) -> None:
+        self.code, self.stdout, self.stderr = code, stdout, stderr
+
+    @property
+    def result(self) -> dict[str, Any]:
+        assert self.code == 0, self.stderr
+        return json.loads(self.stdout.strip().splitlines()[-1])
+
+
+@pytest.fixture(scope="session")
+def shared_cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("cache")
+
+
+@pytest.fixture
+def environment(shared_cache: Path) -> dict[str, str]:
+    """Variables for a child process: one thread, so that processes do not fight for the cores of a small machine."""
+    return {**os.environ, "PYTHONPATH": str(ROOT), "KIT_CACHE": str(shared_cache), "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+
+
+@pytest.fixture
+def run(tmp_path: Path, environment: dict[str, str], monkeypatch: pytest.MonkeyPatch):
+    """Run the trainer as a user does; returns an Outcome."""
+    monkeypatch.chdir(tmp_path)
+
+    def go(*arguments: object, timeout: float = 240, **more: str) -> Outcome:
+        done = subprocess.run(command(*arguments), env={**environment, **more}, capture_output=True, text=True, timeout=timeout, check=False)
+        return Outcome(done.returncode, done.stdout, done.stderr)
+
+    return go
+
+
+@pytest.fixture
+def call(tmp_path: Path, shared_cache: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
+    """Call the trainer's main in this process: the same code without the start-up. For single-process runs."""
+    import torch
+
+    from app.train.__main__ import main
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("KIT_CACHE", str(shared_cache))
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    torch.set_num_threads(1)
+
+    def go(*arguments: object) -> Outcome:
+        capsys.readouterr()
+        code = main([str(a) for a in arguments])
+        seen = capsys.readouterr()
+        return Outcome(code, seen.out, seen.err)
+
+    return go
+
+
+def command(*arguments: object) -> list[str]:
+    return [sys.executable, "-m", "app.train", *map(str, arguments)]
+
+
+def write_rows(path: Path, count: int = 64) -> Path:
+    """``count`` rows of the sample as JSONL."""
+    path.write_text("".join(json.dumps(r, ensure_ascii=False) + "\n" for r in rows(count)), encoding="utf-8")
+    return path
+
+
+def metrics(output: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()]
+
+
+def accelerate_file(path: Path, processes: int, accumulation: int) -> Path:
+    kind = "MULTI_CPU" if processes > 1 else "'NO'"
+    path.write_text(f"distributed_type: {kind}\nuse_cpu: true\nnum_processes: {processes}\ngradient_accumulation_steps: {accumulation}\nmixed_precision: 'no'\n")
+    return path
