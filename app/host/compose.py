@@ -142,7 +142,7 @@ def write(client: docker.DockerClient, variant: Variant, base_image: str | None,
     added = overlay(gpus, services(root), certificates, engine.may_lock_memory(client, image))
     values = {
         "KIT_VARIANT": variant.cuda,
-        "KIT_IMAGE": image,
+        "KIT_IMAGE": f"{variant.image}@{image}",
         **({"KIT_BASE": base_image} if base_image else {}),
         "KIT_UID": str(who.uid),
         "KIT_GID": str(who.gid),

@@ -1,20 +1,23 @@
 """Runs a program of this project where its environment is: in a container, or in a venv without an engine.
 
-The last step replaces this process, so that signals and the exit code are the program's own.
+The exit code is the program's own, and a signal to this process reaches it.
 """
 
 from __future__ import annotations
 
 import itertools
 import os
+import signal
+import subprocess
 import sys
+import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import NoReturn
 
 from app.errors import WRONG_INPUT, WRONG_MACHINE, Fault
 from app.host import compose, engine, images, venvs
-from app.host.variants import ROOT, Variant, choose
+from app.host.variants import IMAGE, ROOT, Variant, choose
 
 RUNTIMES = ("auto", "docker", "venv")
 
@@ -65,13 +68,19 @@ def check_gpus(arguments: list[str]) -> None:
         )
 
 
-def compose_command(service: str, arguments: list[str], root: Path = ROOT, terminal: bool | None = None) -> list[str]:
-    """The command that runs a service once; without a terminal none is asked for."""
-    if terminal is None:
-        terminal = sys.stdin.isatty() and sys.stdout.isatty()
+def has_terminal() -> bool:
+    """Whether a person sits at both ends."""
+    return sys.stdin.isatty() and sys.stdout.isatty()
+
+
+def compose_command(
+    service: str, arguments: list[str], root: Path, terminal: bool, name: str, *, entrypoint: str | None = None
+) -> list[str]:
+    """The command that runs a service once in a container of that name; without a terminal none is asked for."""
     return [
-        *("docker", "compose", "--project-directory", str(root), "run", "--rm"),
+        *("docker", "compose", "--project-directory", str(root), "run", "--rm", "--name", name),
         *([] if terminal else ["-T"]),
+        *(["--entrypoint", entrypoint] if entrypoint else []),
         service,
         *arguments,
     ]
@@ -79,13 +88,47 @@ def compose_command(service: str, arguments: list[str], root: Path = ROOT, termi
 
 def compose_environment(variant: Variant, image: str, environment: Mapping[str, str] = os.environ) -> dict[str, str]:
     """Variables for docker compose that win over .env, so that ``--cuda`` counts for this run only."""
-    return {**environment, "KIT_VARIANT": variant.cuda, "KIT_IMAGE": image}
+    return {**environment, "KIT_VARIANT": variant.cuda, "KIT_IMAGE": f"{variant.image}@{image}"}
+
+
+def run_service(
+    service: str,
+    arguments: list[str],
+    variant: Variant,
+    root: Path = ROOT,
+    *,
+    entrypoint: str | None = None,
+    terminal: bool | None = None,
+) -> int:
+    """Run a compose service once in the variant's image, which must be there; its exit code.
+
+    docker compose itself, when signalled without a terminal, ends at once and leaves the container running. So it gets
+    a session of its own, and signals go to the container, whose end then ends it.
+    """
+    terminal = has_terminal() if terminal is None else terminal
+    name = f"{IMAGE}-{service}-{os.getpid()}-{int(time.time())}"
+    environment = compose_environment(variant, compose.image_id(engine.connect(), variant))
+    command = compose_command(service, arguments, root, terminal, name, entrypoint=entrypoint)
+    sys.stdout.flush()
+    child = subprocess.Popen(command, env=environment, cwd=root, start_new_session=not terminal)
+
+    def hand_on(number: int, frame: object) -> None:
+        kill = ["docker", "kill", "--signal", signal.Signals(number).name, name]
+        if subprocess.run(kill, capture_output=True, check=False).returncode:
+            child.send_signal(number)  # there is no container yet, or none any more
+
+    before = {number: signal.signal(number, hand_on) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
+    try:
+        return child.wait()
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 def run(
     service: str, arguments: list[str], cuda: str | None = None, runtime: str = "auto", root: Path = ROOT
 ) -> NoReturn:
-    """Run ``python -m app.<service>`` with these arguments and never return: the exit code is the program's.
+    """Run ``python -m app.<service>`` with these arguments and end this process with the program's exit code.
 
     Makes the environment first where it is missing. Relative paths start at the project folder in either runtime.
     """
@@ -95,9 +138,7 @@ def run(
         _become([str(python), "-m", f"app.{service}", *arguments], venvs.program_environment(variant, root), root)
     check_gpus(arguments)
     images.ensure(variant, root)
-    client = engine.connect()
-    environment = compose_environment(variant, compose.image_id(client, variant))
-    _become(compose_command(service, arguments, root), environment, root)
+    raise SystemExit(run_service(service, arguments, variant, root))
 
 
 def shell(cuda: str | None = None, runtime: str = "auto", root: Path = ROOT) -> NoReturn:
@@ -105,12 +146,9 @@ def shell(cuda: str | None = None, runtime: str = "auto", root: Path = ROOT) -> 
     variant = variant_in_use(cuda, root)
     if pick_runtime(runtime) == "venv":
         venvs.ensure(variant, root)
-        shell_path = os.environ.get("SHELL", "/bin/sh")
-        _become([shell_path], venvs.program_environment(variant, root), root)
+        _become([os.environ.get("SHELL", "/bin/sh")], venvs.program_environment(variant, root), root)
     images.ensure(variant, root)
-    environment = compose_environment(variant, compose.image_id(engine.connect(), variant))
-    command = compose_command("train", [], root)
-    _become([*command[:-1], "--entrypoint", "bash", command[-1]], environment, root)
+    raise SystemExit(run_service("train", [], variant, root, entrypoint="bash"))
 
 
 def _become(command: list[str], environment: Mapping[str, str], folder: Path) -> NoReturn:

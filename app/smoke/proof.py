@@ -17,7 +17,7 @@ import sys
 import sysconfig
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -187,9 +187,8 @@ CHECKS: dict[str, Callable[[Variant], str]] = {
 }
 
 
-def prove(variant: Variant) -> list[dict[str, Any]]:
-    """Run every check, later ones too when an earlier one failed; one report each in the shape of smoke's."""
-    reports = []
+def prove(variant: Variant) -> Iterator[dict[str, Any]]:
+    """Run every check, later ones too when an earlier one failed; a report after each, in the shape of smoke's."""
     for name, check in CHECKS.items():
         start = time.perf_counter()
         status, summary, cause = "passed", "", ""
@@ -200,18 +199,15 @@ def prove(variant: Variant) -> list[dict[str, Any]]:
         except Exception as error:  # a broken package may raise anything; the report names it and the run fails
             status, cause = "failed", f"{type(error).__name__}: {error}"
         fix = f"./inv build --cuda {variant.cuda} --no-cache" if status == "failed" else ""
-        reports.append(
-            {
-                "name": name,
-                "status": status,
-                "summary": summary or cause,
-                "cause": cause,
-                "fix": fix,
-                "seconds": round(time.perf_counter() - start, 3),
-                "data": {},
-            }
-        )
-    return reports
+        yield {
+            "name": name,
+            "status": status,
+            "summary": summary or cause,
+            "cause": cause,
+            "fix": fix,
+            "seconds": round(time.perf_counter() - start, 3),
+            "data": {},
+        }
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -220,19 +216,21 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of lines")
     options = parser.parse_args(arguments)
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
+    os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")  # no pool of workers that import torch for one function
     try:
         variant = choose(None)
     except Fault as fault:
         print(f"error: {fault}", file=sys.stderr)
         return fault.code
-    reports = prove(variant)
-    failed = [report for report in reports if report["status"] == "failed"]
+    reports = []
+    for report in prove(variant):
+        reports.append(report)
+        if not options.json:
+            line = f"{report['status']:7} {report['name']:9} {report['summary']}  ({report['seconds']:.1f} s)"
+            print(line, flush=True)
     if options.json:
         print(json.dumps({"variant": variant.cuda, "lock": variant.lock_hash, "reports": reports}, ensure_ascii=False))
-    else:
-        for report in reports:
-            print(f"{report['status']:7} {report['name']:9} {report['summary']}  ({report['seconds']:.1f} s)")
-    return WRONG_MACHINE if failed else DONE
+    return WRONG_MACHINE if any(report["status"] == "failed" for report in reports) else DONE
 
 
 def _first_error(text: str) -> str:
