@@ -22,7 +22,9 @@ class Work:
 
     def training(self, tokens: int, squares: int, targets: int, sequences: int) -> float:
         """Operations to train on so many real tokens, sum of squared lengths, predicted tokens and sequences."""
-        return 3 * (self.a_token * tokens + self.a_square * squares + self.a_target * targets + self.a_sequence * sequences)
+        return 3 * (
+            self.a_token * tokens + self.a_square * squares + self.a_target * targets + self.a_sequence * sequences
+        )
 
     def inference(self, tokens: int, squares: int, targets: int, sequences: int) -> float:
         return self.training(tokens, squares, targets, sequences) / 3

@@ -35,7 +35,7 @@ def main(arguments: Sequence[str]) -> int:
 
 def _train(config: TrainConfig, arguments: Sequence[str]) -> int:
     from app.train import data, launch, model, record
-    from app.train.loop import train
+    from app.train.loop import Run
 
     worker = launch.is_worker(os.environ)
     if worker and os.environ.get("KIT_LAUNCHED"):
@@ -44,21 +44,22 @@ def _train(config: TrainConfig, arguments: Sequence[str]) -> int:
     found = launch.resolve(config.accelerate, launch.visible_gpus(), os.environ)
     output = Path(config.output_dir)
     tell = say if int(os.environ.get("RANK", "0")) == 0 else (lambda line: None)
-    if not worker:
-        if finished := _look_at_folder(config, output):
-            print(json.dumps(finished, ensure_ascii=False))
-            return 0
+    if not worker and (finished := _look_at_folder(config, output)):
+        print(json.dumps(finished, ensure_ascii=False))
+        return 0
     choice = model.choose(config)
     prepared = data.prepare(config, choice.tokenizer, choice.vocabulary, choice.positions, choice.labels, tell)
     if found.processes > 1 and not worker:
-        return launch.run_processes(found, arguments, say)
+        return launch.run_processes(found, "app.train", arguments, say)
     for line in data.report_lines(prepared.report, prepared.max_length):
         tell(line)
-    code, result = train(config, found, choice, prepared, tell)
+    code, result = Run(config, found, choice, prepared, tell).train()
     if result and int(os.environ.get("RANK", "0")) == 0:
         if "accuracy" in result:
-            tell(f"accuracy {result['accuracy']:.4f} on {prepared.report['eval_rows']} held-out rows (chance {result['chance_accuracy']:.4f}, "
-                 f"always the largest class {result['largest_class_accuracy']:.4f})")
+            tell(
+                f"accuracy {result['accuracy']:.4f} on {prepared.report['eval_rows']} held-out rows (chance {result['chance_accuracy']:.4f}, "
+                f"always the largest class {result['largest_class_accuracy']:.4f})"
+            )
         if code == 0:
             tell(f"the model is in {output / 'model'}, metrics in {output / 'metrics.jsonl'}")
         print(json.dumps(result, ensure_ascii=False), flush=True)
@@ -76,15 +77,21 @@ def _look_at_folder(config: TrainConfig, output: Path) -> dict[str, object] | No
     if earlier is None:
         return None
     if config.resume == "never":
-        raise Fault(f"--output-dir {output} already holds a run, and --resume is never; give another folder, or remove this one.")
+        raise Fault(
+            f"--output-dir {output} already holds a run, and --resume is never; give another folder, or remove this one."
+        )
     then = {k: v for k, v in earlier["arguments"].items() if k in config.decides_weights()}
     if differing := record.differences(then, config.decides_weights()):
-        raise Fault(f"--output-dir {output} already holds another run: {'; '.join(differing)}. Give another --output-dir, or the same options to go on with it.")
+        raise Fault(
+            f"--output-dir {output} already holds another run: {'; '.join(differing)}. Give another --output-dir, or the same options to go on with it."
+        )
     if earlier["status"] == "done" and config.resume == "auto":
         if record.still_there(earlier["data_files"]):
             say(f"the run in {output} is complete and nothing is left to do; give another --output-dir to train again")
             return dict(earlier["result"])
-        raise Fault(f"--output-dir {output} holds a complete run on other contents of {', '.join(earlier['data_files'])}; give another --output-dir.")
+        raise Fault(
+            f"--output-dir {output} holds a complete run on other contents of {', '.join(earlier['data_files'])}; give another --output-dir."
+        )
     return None
 
 

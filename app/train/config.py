@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import math
-from dataclasses import dataclass, field
-from pathlib import Path
-from typing import Any, Sequence
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
 
-from app.errors import Fault
+from app import options
+from app.options import Check, option
+
+DESCRIPTION = "Train BERT. Devices, precision and accumulation come from the Accelerate config."
 
 SAVING_ONLY = {
     "output_dir",
@@ -19,19 +21,12 @@ SAVING_ONLY = {
     "keep",
     "eval_every",
     "log_every",
-    "compile",
     "accelerate",
 }
 """Options that may change between a run and its resumption, because no weight depends on them.
 
 ``accelerate`` is among them: what it decides (precision, sequences an update) is compared by itself.
 """
-
-
-def option(default: Any, help: str, **more: Any) -> Any:
-    """A dataclass field that carries its help text and argparse settings."""
-    make: dict[str, Any] = {"default_factory": default} if callable(default) else {"default": default}
-    return field(**make, metadata={"help": help, **more})
 
 
 @dataclass(frozen=True)
@@ -82,8 +77,6 @@ class TrainConfig:
     num_workers: int = option(
         -1, "processes that prepare batches, for each training process; -1: by the CPU cores there are"
     )
-        "auto", "torch.compile: auto uses it for long packed runs on a GPU", choices=["auto", "yes", "no"]
-    )
     compress_gradients: str = option(
         "no", "several processes: send gradients as fp16 or bf16", choices=["no", "fp16", "bf16"]
     )
@@ -103,18 +96,8 @@ class TrainConfig:
 
     def __post_init__(self) -> None:
         """Fill in what is decided by other options; raise one Fault that lists every option that is out of range."""
-        wrong: list[str] = []
-
-        def need(ok: bool, name: str, allowed: str) -> None:
-            if not ok:
-                flag = "--" + name.replace("_", "-")
-                wrong.append(f"{flag} is {getattr(self, name)!r}, allowed is {allowed}")
-
-        for f in dataclasses.fields(self):
-            if f.metadata.get("choices"):
-                need(getattr(self, f.name) in f.metadata["choices"], f.name, " or ".join(f.metadata["choices"]))
-            if f.type == "float":
-                need(math.isfinite(getattr(self, f.name)), f.name, "a finite number")
+        check = Check(self)
+        need = check.need
         need(0 <= self.eval_fraction < 1, "eval_fraction", "0 up to, but not including, 1")
         need(len(self.delimiter) <= 1 or self.delimiter == "\\t", "delimiter", "one character")
         need(self.max_length == 0 or self.max_length >= 4, "max_length", "0 or at least 4")
@@ -133,8 +116,7 @@ class TrainConfig:
         for name in ("keep", "log_every"):
             need(getattr(self, name) >= 1, name, "at least 1")
         need(bool(self.train_file) or not self.eval_file, "eval_file", "empty when there is no --train-file")
-        if wrong:
-            raise Fault("wrong options: " + "; ".join(wrong) + ". See --help.")
+        check.done()
         if self.delimiter == "\\t":
             object.__setattr__(self, "delimiter", "\t")
         object.__setattr__(self, "model", self.model or "bert-tiny")
@@ -147,38 +129,11 @@ class TrainConfig:
         return {k: list(v) if isinstance(v, tuple) else v for k, v in dataclasses.asdict(self).items()}
 
 
-class _Parser(argparse.ArgumentParser):
-    """argparse whose errors are Faults, so that every fault looks the same."""
-
-    def error(self, message: str) -> Any:
-        raise Fault(f"{message}. See {self.prog} --help.")
-
-
 def parser() -> argparse.ArgumentParser:
-    """The command line, made from the fields of TrainConfig."""
-    made = _Parser(
-        prog="train",
-        description="Train BERT. Devices, precision and accumulation come from the Accelerate config.",
-        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
-        allow_abbrev=False,
-    )
-    for f in dataclasses.fields(TrainConfig):
-        settings = dict(f.metadata)
-        flag = "--" + f.name.replace("_", "-")
-        if f.type == "bool":
-            made.add_argument(flag, action="store_true", help=settings["help"])
-            continue
-        if f.type in ("int", "float"):
-            settings["type"] = {"int": int, "float": float}[str(f.type)]
-        made.add_argument(flag, default=f.default, **settings)
-    return made
+    """The trainer's command line."""
+    return options.parser(TrainConfig, "train", DESCRIPTION)
 
 
 def parse(arguments: Sequence[str]) -> TrainConfig:
     """Arguments to a checked TrainConfig; raises Fault, or SystemExit(0) after --help."""
-    given = vars(parser().parse_args(list(arguments)))
-    return TrainConfig(**{k: tuple(v) if isinstance(v, list) else v for k, v in given.items()})
-
-
-def absolute(path: str) -> Path:
-    return Path(path).expanduser().resolve()
+    return options.parse(TrainConfig, "train", DESCRIPTION, arguments)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,7 +16,7 @@ from app.train import sample, tokenizers
 from app.train.config import TrainConfig
 from app.train.readers import Counts, Source, form, read
 from app.train.show import Progress
-from app.train.store import Store, cache_folder, content_hash, new_folder, only_one, tokenised
+from app.train.store import Store, cache_folder, content_hash, new_folder, nothing_usable, only_one, tokenised
 
 
 @dataclass(frozen=True)
@@ -42,10 +42,22 @@ class TrainingData:
 
     def fingerprint(self) -> dict[str, Any]:
         """What a checkpoint must share with the data it goes on with."""
-        return {"data": sorted(self.files.values()), "tokenizer": self.tokenizer.fingerprint, "max_length": self.max_length, "labels": self.label_names}
+        return {
+            "data": sorted(self.files.values()),
+            "tokenizer": self.tokenizer.fingerprint,
+            "max_length": self.max_length,
+            "labels": self.label_names,
+        }
 
 
-def prepare(config: TrainConfig, model_tokenizer: str, vocabulary_size: int, positions: int, known_labels: list[str], say: Callable[[str], None]) -> TrainingData:
+def prepare(
+    config: TrainConfig,
+    model_tokenizer: str,
+    vocabulary_size: int,
+    positions: int,
+    known_labels: list[str],
+    say: Callable[[str], None],
+) -> TrainingData:
     """Read, tokenise and split the data; CUDA is not touched.
 
     ``model_tokenizer``: where the model's own tokenizer is, "" to make one of ``vocabulary_size`` pieces. ``positions``: the longest sequence
@@ -55,20 +67,32 @@ def prepare(config: TrainConfig, model_tokenizer: str, vocabulary_size: int, pos
     classify = config.task == "classify"
     max_length = config.max_length or min(128 if classify else 512, positions)
     if max_length > positions:
-        raise Fault(f"--max-length {max_length} is above the {positions} positions of the model {config.model}; allowed is 4 to {positions}.")
+        raise Fault(
+            f"--max-length {max_length} is above the {positions} positions of the model {config.model}; allowed is 4 to {positions}."
+        )
     cache = cache_folder(Path(config.output_dir), say)
     train_files = list(config.train_file) or [_sample_file(cache, say)]
     for path in [*train_files, *config.eval_file]:
         form(path)
     files = {path: content_hash(path) for path in [*train_files, *config.eval_file]}
-    source = Source(config.text_column, config.label_column if classify else "", config.encoding, config.delimiter, config.on_bad_row)
+    source = Source(
+        config.text_column,
+        config.label_column if classify else "",
+        config.encoding,
+        config.delimiter,
+        config.on_bad_row,
+    )
     tokenizer = _tokenizer(config.tokenizer or model_tokenizer, vocabulary_size, train_files, files, source, cache, say)
     if tokenizer.vocabulary.size > vocabulary_size and model_tokenizer:
-        raise Fault(f"the tokenizer has {tokenizer.vocabulary.size} pieces, the model {config.model} {vocabulary_size}; give the one that belongs to the model.")
+        raise Fault(
+            f"the tokenizer has {tokenizer.vocabulary.size} pieces, the model {config.model} {vocabulary_size}; give the one that belongs to the model."
+        )
 
     def load(paths: list[str]) -> Store:
         with Progress(f"tokenising {', '.join(Path(p).name for p in paths)}", "rows") as bar:
-            return tokenised(paths, [files[p] for p in paths], source, tokenizer, max_length, not classify, cache, bar.advance)
+            return tokenised(
+                paths, [files[p] for p in paths], source, tokenizer, max_length, not classify, cache, bar.advance
+            )
 
     store = load(train_files)
     rows = np.arange(len(store))
@@ -80,8 +104,10 @@ def prepare(config: TrainConfig, model_tokenizer: str, vocabulary_size: int, pos
     elif config.eval_fraction:
         count = round(len(rows) * config.eval_fraction)
         if not 0 < count < len(rows):
-            raise Fault(f"{len(rows)} rows leave nothing to {'evaluate on' if not count else 'train on'} with --eval-fraction {config.eval_fraction}; "
-                        "give --eval-file, more rows, or --eval-fraction 0.")
+            raise Fault(
+                f"{len(rows)} rows leave nothing to {'evaluate on' if not count else 'train on'} with --eval-fraction {config.eval_fraction}; "
+                "give --eval-file, more rows, or --eval-fraction 0."
+            )
         mixed = np.random.Generator(np.random.PCG64([config.seed, 0x5917])).permutation(len(rows))
         evaluation = Split(store, np.sort(mixed[:count]), _class_ids(store, names, classify))
         rows = np.sort(mixed[count:])
@@ -105,11 +131,26 @@ def _sample_file(cache: Path, say: Callable[[str], None]) -> str:
     return str(path)
 
 
-def _tokenizer(named: str, size: int, train_files: list[str], files: dict[str, str], source: Source, cache: Path,
-               say: Callable[[str], None]) -> tokenizers.BertTokenizer:
+def _tokenizer(
+    named: str,
+    size: int,
+    train_files: list[str],
+    files: dict[str, str],
+    source: Source,
+    cache: Path,
+    say: Callable[[str], None],
+) -> tokenizers.BertTokenizer:
     if named:
         return tokenizers.load(named, cache)
-    asked = [[files[p] for p in train_files], source.text_column, source.encoding, source.delimiter, source.on_bad_row, size, tokenizers.VERSION]
+    asked = [
+        [files[p] for p in train_files],
+        source.text_column,
+        source.encoding,
+        source.delimiter,
+        source.on_bad_row,
+        size,
+        tokenizers.VERSION,
+    ]
     folder = cache / "vocabularies" / hashlib.sha256(json.dumps(asked).encode()).hexdigest()[:24]
     folder.parent.mkdir(parents=True, exist_ok=True)
     with only_one(folder.with_suffix(".lock")):
@@ -117,20 +158,34 @@ def _tokenizer(named: str, size: int, train_files: list[str], files: dict[str, s
             say(f"making a vocabulary of at most {size} pieces from the training text")
             unlabelled = Source(source.text_column, "", source.encoding, source.delimiter, source.on_bad_row)
             with new_folder(folder) as making:
-                tokenizers.make(lambda: (row.text for path in train_files for row in read(path, unlabelled, Counts())), size, making)
+                tokenizers.make(lambda: _texts(train_files, unlabelled), size, making)
     return tokenizers.wrap(folder)
+
+
+def _texts(files: list[str], source: Source) -> Iterator[str]:
+    counts, any_row = Counts(), False
+    for path in files:
+        for row in read(path, source, counts):
+            any_row = True
+            yield row.text
+    if not any_row:
+        raise nothing_usable(files, counts)
 
 
 def _label_names(store: Store, known: list[str], say: Callable[[str], None]) -> list[str]:
     """The classes in a stable order: numbers by value, else by text. The order of a model that has just these classes is kept."""
     names = store.label_names
     if len(names) < 2:
-        raise Fault(f"all {len(store)} rows have the one class {names[0]!r}; classification needs at least two. Check --label-column, or pass --task mlm.")
+        raise Fault(
+            f"all {len(store)} rows have the one class {names[0]!r}; classification needs at least two. Check --label-column, or pass --task mlm."
+        )
     if known and set(names) <= set(known):
         say(f"labels: the map of the model is kept ({len(known)} classes)")
         return known
     if len(names) > 1000 and len(names) > len(store) / 4:
-        raise Fault(f"--label-column has {len(names)} different values in {len(store)} rows, the first {names[0]!r}; that is no class. Check --label-column.")
+        raise Fault(
+            f"--label-column has {len(names)} different values in {len(store)} rows, the first {names[0]!r}; that is no class. Check --label-column."
+        )
     try:
         return sorted(names, key=int)
     except ValueError:
@@ -143,8 +198,10 @@ def _class_ids(store: Store, names: list[str], classify: bool) -> np.ndarray:
     unseen = [n for n in store.label_names if n not in names]
     if unseen:
         count, where = store.facts.labels[unseen[0]]
-        raise Fault(f"{where}: the class {unseen[0]!r} ({count} rows) is not among the {len(names)} of the training files ({', '.join(map(repr, names[:8]))}...); "
-                    "correct the label, or add training rows of that class.")
+        raise Fault(
+            f"{where}: the class {unseen[0]!r} ({count} rows) is not among the {len(names)} of the training files ({', '.join(map(repr, names[:8]))}...); "
+            "correct the label, or add training rows of that class."
+        )
     places = {name: i for i, name in enumerate(names)}
     return np.array([places[n] for n in store.label_names], np.int64)[store.labels]
 
@@ -181,24 +238,39 @@ def _report(train: Split, evaluation: Split | None, names: list[str]) -> dict[st
 def report_lines(report: dict[str, Any], max_length: int) -> list[str]:
     """The report as sentences; warnings begin with ``warning:`` and say what to do."""
     median, p95, longest = report["length_median_p95_max"]
-    lines = [f"data: {report['train_rows']} training and {report['eval_rows']} evaluation rows, {report['tokens']} tokens, "
-             f"length median {median}, 95 % {p95}, longest {longest}"]
+    lines = [
+        f"data: {report['train_rows']} training and {report['eval_rows']} evaluation rows, {report['tokens']} tokens, "
+        f"length median {median}, 95 % {p95}, longest {longest}"
+    ]
     if "classes" in report:
         ranked = sorted(report["classes"].items(), key=lambda item: -item[1])
-        shown = ", ".join(f"{name} {count}" for name, count in ranked[:8]) + (f" and {len(ranked) - 8} more" if len(ranked) > 8 else "")
+        shown = ", ".join(f"{name} {count}" for name, count in ranked[:8]) + (
+            f" and {len(ranked) - 8} more" if len(ranked) > 8 else ""
+        )
         lines.append(f"classes: {len(ranked)} ({shown})")
     if report["longer_than_max_length"]:
         what = "cut" if "classes" in report else "split into several sequences"
-        lines.append(f"{report['longer_than_max_length']} texts are longer than --max-length {max_length} and were {what}")
+        lines.append(
+            f"{report['longer_than_max_length']} texts are longer than --max-length {max_length} and were {what}"
+        )
     if report["unknown_token_share"] > 0.02:
-        lines.append(f"warning: {report['unknown_token_share']:.1%} of the tokens are unknown to this vocabulary; it is made for another language or "
-                     "script: give another --model or --tokenizer (for Chinese one with Chinese characters)")
+        lines.append(
+            f"warning: {report['unknown_token_share']:.1%} of the tokens are unknown to this vocabulary; it is made for another language or "
+            "script: give another --model or --tokenizer (for Chinese one with Chinese characters)"
+        )
     if report["replacement_characters"]:
-        lines.append(f"warning: the text holds {report['replacement_characters']} replacement characters (U+FFFD): it was once decoded wrongly; "
-                     "go back to the original and pass --encoding")
+        lines.append(
+            f"warning: the text holds {report['replacement_characters']} replacement characters (U+FFFD): it was once decoded wrongly; "
+            "go back to the original and pass --encoding"
+        )
     if report["bad_rows_skipped"]:
-        lines.append(f"warning: {report['bad_rows_skipped']} bad rows skipped, for example: " + "; ".join(report["bad_row_examples"][:3]))
+        lines.append(
+            f"warning: {report['bad_rows_skipped']} bad rows skipped, for example: "
+            + "; ".join(report["bad_row_examples"][:3])
+        )
     if report["duplicates_in_evaluation"]:
-        lines.append(f"warning: {report['duplicates_in_evaluation']} of {report['eval_rows']} evaluation texts stand in the training rows too; "
-                     "the evaluation is that much too good")
+        lines.append(
+            f"warning: {report['duplicates_in_evaluation']} of {report['eval_rows']} evaluation texts stand in the training rows too; "
+            "the evaluation is that much too good"
+        )
     return lines

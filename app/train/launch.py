@@ -110,8 +110,11 @@ def resolve(named: str, gpus: int, environment: Mapping[str, str]) -> Launch:
 
     ``auto`` takes every GPU in fp16, or the CPU where there is none. Raises Fault for what this machine does not have.
     """
-    if named == "auto" and not gpus and any(Path("/proc/driver/nvidia/gpus").glob("*")):
-        raise Fault(f"this host has a GPU and torch sees none. {why_no_gpu()} To train on the CPU all the same: --accelerate cpu", WRONG_MACHINE)
+    if named == "auto" and not gpus and host_has_gpus():
+        raise Fault(
+            f"this host has a GPU and torch sees none. {why_no_gpu()} To train on the CPU all the same: --accelerate cpu",
+            WRONG_MACHINE,
+        )
     chosen = {0: "cpu", 1: "gpu-fp16"}.get(gpus, "ddp-fp16") if named == "auto" else named
     path, keys = read_config(chosen)
 
@@ -209,6 +212,11 @@ def visible_gpus() -> int:
     return torch.cuda.device_count() if torch.cuda.is_available() else 0
 
 
+def host_has_gpus() -> bool:
+    """Whether the NVIDIA driver of the host has GPUs, also where this container was not given them: /proc is the kernel's."""
+    return any(Path("/proc/driver/nvidia/gpus").glob("*"))
+
+
 def why_no_gpu() -> str:
     """A sentence on why torch sees no GPU, as far as this process can tell."""
     if Path("/proc/driver/nvidia/version").exists():
@@ -223,8 +231,8 @@ def is_worker(environment: Mapping[str, str]) -> bool:
     return int(environment.get("WORLD_SIZE", "1")) > 1 and "RANK" in environment
 
 
-def run_processes(launch: Launch, arguments: Sequence[str], say: Callable[[str], None]) -> int:
-    """Start the local processes of a launch, pass signals on, wait; returns their exit code.
+def run_processes(launch: Launch, program: str, arguments: Sequence[str], say: Callable[[str], None]) -> int:
+    """Start the local processes of a launch as ``python -m program``, pass signals on, wait; returns their exit code.
 
     75 when they left after a signal. When one fails, the others are told to end, and killed after GRACE_S seconds: a process whose peer is
     gone may hang in a collective for ever.
@@ -240,9 +248,7 @@ def run_processes(launch: Launch, arguments: Sequence[str], say: Callable[[str],
             environment = {**os.environ, **rank_environment(launch, index, port)}
             # A session of its own, so that Ctrl-C reaches this process alone and is passed on once.
             children.append(
-                subprocess.Popen(
-                    [sys.executable, "-m", "app.train", *arguments], env=environment, start_new_session=True
-                )
+                subprocess.Popen([sys.executable, "-m", program, *arguments], env=environment, start_new_session=True)
             )
         return _wait(children, received, say)
     finally:
@@ -284,34 +290,30 @@ def _free_port() -> int:
 
 def _wait(children: list[subprocess.Popen[bytes]], received: list[int], say: Callable[[str], None]) -> int:
     passed_on = 0
-    failed: tuple[int, int] | None = None
+    failed = 0
     deadline = float("inf")
-    while any(c.poll() is None for c in children):
+    while True:
+        codes = [child.poll() for child in children]
+        running = [child for child, code in zip(children, codes, strict=True) if code is None]
         while passed_on < len(received):
-            for child in children:
-                if child.poll() is None:
-                    child.send_signal(received[passed_on])
+            for child in running:
+                child.send_signal(received[passed_on])
             passed_on += 1
-        for rank, child in enumerate(children):
-            code = child.poll()
-            if failed is None and code not in (None, 0, STOPPED):
-                failed = (rank, int(code))  # type: ignore[arg-type]
+        for rank, code in enumerate(codes):
+            if not failed and code not in (None, 0, STOPPED):
+                failed = code if code > 0 else WRONG_MACHINE
+                say(_obituary(rank, children[rank].pid, code, len(children)))
                 deadline = time.monotonic() + GRACE_S
-                say(_obituary(rank, child.pid, int(code), len(children)))  # type: ignore[arg-type]
-                for other in children:
-                    if other.poll() is None:
-                        other.send_signal(signal.SIGTERM)
+                for child in running:
+                    child.terminate()
+        if not running:
+            return failed or (STOPPED if STOPPED in codes else 0)
         if time.monotonic() > deadline:
             say(f"the other processes did not end within {GRACE_S:.0f} s and are killed; the last checkpoint is whole")
-            for child in children:
-                if child.poll() is None:
-                    child.kill()
+            for child in running:
+                child.kill()
             deadline = float("inf")
         time.sleep(0.05)
-    codes = [int(c.returncode) for c in children]
-    if failed is not None:
-        return failed[1] if failed[1] > 0 else WRONG_MACHINE
-    return STOPPED if STOPPED in codes else 0
 
 
 def _obituary(rank: int, pid: int, code: int, count: int) -> str:

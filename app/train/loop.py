@@ -1,4 +1,4 @@
-"""Training itself, in running order: devices, model, data order, updates, evaluation, checkpoints.
+"""Training itself, in running order: devices, model, order of the data, updates, evaluation, checkpoints.
 
 The loss of an update is the mean over its targets, counted over all processes and micro-batches, so the same global batch gives the same
 update in any layout. Gradients cross the wire with the last micro-batch only; clipping sees them unscaled and summed, once an update.
@@ -8,21 +8,19 @@ Everything random follows from (seed, step, process), so a run that goes on from
 from __future__ import annotations
 
 import math
-import os
-import signal
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from app.errors import DIVERGED, STOPPED, Fault
+from app.errors import STOPPED
 from app.measure.clock import StepClock
 from app.measure.flops import of_bert
-from app.train import checkpoints, data, model, packed, packed_attention, record
+from app.train import checkpoints, data, model, packed, packed_attention, record, startup
 from app.train.batches import Layout, packed_shape
-from app.train.collate import Collator, MicroBatches, loader, timetable
+from app.train.collate import Collator, MicroBatch, MicroBatches, loader, timetable
 from app.train.config import TrainConfig
 from app.train.evaluate import evaluate
 from app.train.launch import Launch
@@ -33,272 +31,255 @@ from app.train.tally import Tally
 MOST_SKIPPED = 50  #: fp16 updates skipped in a row before the run is given up: the scale has then fallen by 2^50
 
 
-def train(config: TrainConfig, launch: Launch, choice: model.Choice, prepared: data.TrainingData, say: Callable[[str], None]) -> tuple[int, dict[str, Any]]:
-    """Train and return (exit code, result). Every process of a launch calls it; side effects are in ``config.output_dir``."""
-    stop = _Signals()
-    accelerator = _accelerator(config, launch)
-    main, world, device = accelerator.is_main_process, accelerator.num_processes, accelerator.device
-    if not main:
-        say = _silent
-    if config.deterministic:
-        torch.use_deterministic_algorithms(True)
-    dtype = {"fp16": torch.float16, "bf16": torch.bfloat16, "no": torch.float32}[accelerator.mixed_precision]
+class Run:
+    """One process's part of a training run. Every process of a launch makes one and calls ``train``."""
 
-    # The model, and what it is trained on
-    bert = model.build(choice, config, prepared, say)
-    learner = model.Learner(bert, config.task)
-    layout = Layout(config.batch_size, launch.accumulation, world)
-    padding = "packed" if config.padding == "auto" else config.padding
-    masking = Masking(prepared.tokenizer.vocabulary, config.mask_fraction, config.whole_words, config.seed) if config.task == "mlm" else None
-    split = prepared.train
-    shape = packed_shape(split.store.lengths[split.rows], config.batch_size, prepared.max_length, config.mask_fraction if masking else 0.0) \
-        if padding == "packed" else None
-    if shape:
-        packed.check_model(bert)
-    flash = packed_attention.has_flash(device, dtype)
+    def __init__(
+        self,
+        config: TrainConfig,
+        launch: Launch,
+        choice: model.Choice,
+        prepared: data.TrainingData,
+        say: Callable[[str], None],
+    ) -> None:
+        """Build everything and go on where an earlier run stopped. Raises Fault where that run was another."""
+        self.config, self.launch, self.prepared = config, launch, prepared
+        self.output = Path(config.output_dir)
+        self.stop = startup.Signals()
+        self.accelerator = accelerator = startup.accelerator(config, launch)
+        self.main, self.world, self.device = accelerator.is_main_process, accelerator.num_processes, accelerator.device
+        self.say = say if self.main else lambda line: None
+        if config.deterministic:
+            torch.use_deterministic_algorithms(True)
 
-    def collator(of: data.Split) -> Collator:
-        return Collator(of, prepared.tokenizer, masking, shape, prepared.max_length if padding == "fixed" else 0, not flash)
+        self.bert = model.build(choice, config, prepared, self.say)
+        self.learner = model.Learner(self.bert, config.task)
+        self.peak = model.peak_rate(config, bool(choice.source))
+        optimizer = model.optimizer_for(self.learner, config, bool(choice.source), self.device)
+        self.trained, self.optimizer = accelerator.prepare(self.learner, optimizer)
+        self.scaler = accelerator.scaler
 
-    batches = MicroBatches(collator(split), config.seed, layout, accelerator.process_index)
-    table = timetable(batches, config.epochs, config.max_steps)
-    optimizer = model.optimizer_for(learner, config, bool(choice.source), device)
-    trained, optimizer = accelerator.prepare(learner, optimizer)
-    say(_summary(launch, device, accelerator.mixed_precision, layout, padding, shape, table, batches))
+        self._order_data()
+        precision = accelerator.mixed_precision
+        self.identity = {
+            **config.decides_weights(), **prepared.fingerprint(), "padding": self.padding, "precision": precision,
+            "sequences_an_update": f"{self.layout.micro_batches} rows of {self.shape.tokens} tokens" if self.shape else self.layout.sequences,
+        }  # fmt: skip
+        epoch, total = self.batches.plan(0).updates, self.table.total
+        self.say(startup.summary(self.device, precision, self.layout, self.padding, self.shape, epoch, total))
 
-    # Where this run stands
-    output = Path(config.output_dir)
-    identity = {**config.decides_weights(), **prepared.fingerprint(), "padding": padding, "precision": accelerator.mixed_precision,
-                "sequences_an_update": layout.sequences if shape is None else f"{layout.micro_batches} rows of {shape.tokens} tokens"}
-    tally = Tally()
-    step, best, pending = _resume(config, output, identity, learner, optimizer.optimizer, accelerator, tally, launch, say)
-    metrics = record.Metrics(output, step) if main else None
-    described = record.environment() if main else {}
-    if metrics:
-        _describe(output, config, launch, identity, prepared, described, "running")
-        if not step:
-            metrics.histogram("data/length", split.store.lengths[split.rows])
+        self.tally, self.clock = Tally(), StepClock(self.device)
+        self.totals = torch.zeros(2, device=self.device)  # targets of an update, processes that received a signal
+        self.work = of_bert(self.bert.config, config.task)
+        self.step, self.best, self.scores, self.evaluation_due = 0, {}, {}, False
+        self._go_on()
+        self.scale = self.scaler.get_scale() if self.scaler else 1.0
+        self.described = record.environment() if self.main else {}
+        self.metrics = record.Metrics(self.output, self.step) if self.main else None
+        if self.metrics:
+            self._describe("running", None)
+            if not self.step:
+                self.metrics.histogram("data/length", prepared.train.store.lengths[prepared.train.rows])
 
-    work = of_bert(bert.config, config.task)
-    clock = StepClock(device)
-    peak = model.peak_rate(config, bool(choice.source))
-    scaler = accelerator.scaler
-    scale = scaler.get_scale() if scaler else 1.0
-    totals = torch.zeros(2, device=device)
-    classes = len(prepared.label_names)
-    scores: dict[str, float] = dict(best.get("last", {}))
-    evaluated = collator(prepared.evaluation) if prepared.evaluation else None
-    workers = _workers(config, launch, device)
-    stream = iter(loader(batches, table, step, workers, device.type == "cuda"))
+    def _order_data(self) -> None:
+        """Which micro-batches there are, for every update of the run."""
+        config, prepared = self.config, self.prepared
+        mlm, split = config.task == "mlm", prepared.train
+        self.layout = Layout(config.batch_size, self.launch.accumulation, self.world)
+        self.padding = "packed" if config.padding == "auto" else config.padding
+        self.shape = None
+        if self.padding == "packed":
+            packed.check_model(self.bert)
+            fraction = config.mask_fraction if mlm else 0.0
+            self.shape = packed_shape(split.store.lengths[split.rows], config.batch_size, prepared.max_length, fraction)
+        masking = (
+            Masking(prepared.tokenizer.vocabulary, config.mask_fraction, config.whole_words, config.seed)
+            if mlm
+            else None
+        )
+        dtype = {"fp16": torch.float16, "bf16": torch.bfloat16}.get(self.accelerator.mixed_precision, torch.float32)
+        host_lengths = not packed_attention.has_flash(self.device, dtype)
+        pad_to = prepared.max_length if self.padding == "fixed" else 0
+        collators = [
+            Collator(part, prepared.tokenizer, masking, self.shape, pad_to, host_lengths) if part else None
+            for part in (split, prepared.evaluation)
+        ]
+        assert collators[0] is not None
+        self.held_out = collators[1]
+        self.batches = MicroBatches(collators[0], config.seed, self.layout, self.accelerator.process_index)
+        self.table = timetable(self.batches, config.epochs, config.max_steps)
 
-    def write_checkpoint(pending_evaluation: bool) -> None:
-        if tally.bad(device):
-            raise _diverged("the loss or a gradient is not a number", step, output)
-        state = {"step": step, "identity": identity, "tally": tally.state(), "best": {**best, "last": scores}, "pending_evaluation": pending_evaluation,
-                 "scaler": scaler.state_dict() if scaler else None, "launch": launch.as_dict(), "environment": described}
-        checkpoints.save(output, step, learner, optimizer.optimizer, state, lambda folder: model.save_beside(bert, prepared, folder))
-        checkpoints.rotate(output, config.keep, {best["step"]} if "step" in best else set())
+    def _go_on(self) -> None:
+        """Weights, moments, scaler and counts of the checkpoint that this run goes on from, if there is one."""
+        earlier = startup.earlier_state(self.config, self.identity, self.say)
+        if earlier is None:
+            return
+        folder, state = earlier
+        if (before := state["launch"]["processes"]) != self.world:
+            self.say(
+                f"{before} processes before, {self.world} now: the same sequences an update; dropout differs, all else is the same"
+            )
+        checkpoints.load(folder, self.learner, self.optimizer.optimizer)
+        if self.scaler and state["scaler"]:
+            self.scaler.load_state_dict(state["scaler"])
+        self.tally.restore(state["tally"], self.main)
+        self.step, self.best, self.scores = state["step"], state["best"], state["scores"]
+        self.evaluation_due = state["evaluation_due"]
+        self.say(f"going on from {folder} after update {self.step}")
 
-    def save(pending_evaluation: bool) -> None:
-        with clock.paused():
-            tally.gather(accelerator, window_only=True)
-            _on_main(accelerator, lambda: write_checkpoint(pending_evaluation))
+    def train(self) -> tuple[int, dict[str, Any]]:
+        """Train to the end or to a signal; returns (exit code, result)."""
+        config = self.config
+        count = startup.workers(config, self.launch, self.device)
+        stream = iter(loader(self.batches, self.table, self.step, count, self.device.type == "cuda"))
+        with Progress("training", "updates", self.table.total, self.step, self.main) as bar:
+            if self.evaluation_due and not self._evaluate():
+                return self._stopped()
+            while self.step < self.table.total:
+                leave = self._update(stream)
+                bar.advance(1, self.tally.note)
+                done = self.step == self.table.total
+                if self.step % config.log_every == 0 or done:
+                    self._log()
+                self.evaluation_due = self.held_out is not None and (
+                    done
+                    or (self.step % config.eval_every == 0 if config.eval_every else self.table.ends_epoch(self.step))
+                )
+                if leave or (self.evaluation_due and not self._evaluate()):
+                    self._save()
+                    return self._stopped()
+                if done or (config.save_every and self.step % config.save_every == 0):
+                    self._save()
+        return 0, self._finish()
 
-    def evaluation_round() -> bool:
-        """False when a signal cut it short."""
-        nonlocal scores
-        with clock.paused():
-            found = evaluate(learner, evaluated, 2 * config.batch_size, accelerator, classes, stop.seen) if evaluated else {}
+    def _update(self, stream: Iterator[MicroBatch]) -> bool:
+        """One update of the weights; True when a process has received a signal, the same in every process."""
+        clock, accelerator = self.clock, self.accelerator
+        with clock.part("data"):
+            window = [next(stream) for _ in range(self.layout.accumulation)]
+        torch.manual_seed(_seed_of(self.config.seed, self.step, accelerator.process_index))
+        for group in self.optimizer.param_groups:
+            group["lr"] = rate = model.rate(self.tally.applied, self.table.total, self.peak, self.config.warmup_ratio)
+        # All micro-batches are at hand, so the loss can be divided by the targets of the whole update.
+        targets, leave = sum(micro.targets for micro in window), self.stop.seen()
+        share: Any = 1 / max(1, targets)
+        if self.world > 1:
+            self.totals[0], self.totals[1] = targets, leave
+            with clock.part("counting"):
+                torch.distributed.all_reduce(self.totals)
+            share = self.world / self.totals[0]  # DDP divides by the number of processes
+        for place, micro in enumerate(window):
+            last = place == len(window) - 1
+            with clock.part("copy"):
+                tensors = micro.to(self.device)
+            with nullcontext() if last else accelerator.no_sync(self.trained):
+                with clock.part("forward"):
+                    loss = self.trained(tensors)
+                with clock.part("backward_last" if last else "backward"):
+                    accelerator.backward(loss * share)
+            self.tally.count(micro, loss)
+        with clock.part("optimizer"):
+            norm = accelerator.clip_grad_norm_(self.trained.parameters(), self.config.clip or math.inf)
+            self.optimizer.step()
+            self.optimizer.zero_grad()
+        self.step += 1
+        before, self.scale = self.scale, self.scaler.get_scale() if self.scaler else 1.0
+        self.tally.end_update(self.scale < before, norm, self.scaler is not None, rate, self.scale)
+        if self.tally.skipped_in_a_row >= MOST_SKIPPED:
+            self._give_up(f"{MOST_SKIPPED} updates in a row overflowed in fp16")
+        return bool(self.totals[1].item()) if self.world > 1 else leave
+
+    def _log(self) -> None:
+        with self.clock.part("logging"):
+            values = self.tally.window(self.accelerator, self.clock, self.work)
+        if not math.isfinite(values["loss"]):
+            self._give_up(f"the loss is {values['loss']}")
+        self._write(values)
+
+    def _evaluate(self) -> bool:
+        """Evaluate; False when a signal cut it short, and the evaluation is still due."""
+        assert self.held_out is not None
+        with self.clock.paused():
+            classes = len(self.prepared.label_names)
+            found = evaluate(
+                self.learner, self.held_out, 2 * self.config.batch_size, self.accelerator, classes, self.stop.seen
+            )
         if found is None:
             return False
-        scores = found
-        if found and main and metrics:
-            metrics.write({"step": step, "epoch": round(_epochs(table, batches, step), 4), **found})
-            say(f"update {step}: " + ", ".join(f"{k} {v:.4f}" for k, v in found.items()))
-        if found and found["eval_loss"] < best.get("eval_loss", math.inf):
-            best.update(found, step=step)
+        self.evaluation_due, self.scores = False, found
+        self._write(found)
+        self.say(f"update {self.step}: " + ", ".join(f"{k} {v:.4f}" for k, v in found.items()))
+        if found["eval_loss"] < self.best.get("eval_loss", math.inf):
+            self.best = {"step": self.step, **found}
         return True
 
-    with Progress("training", "updates", table.total, step, main) as bar:
-        if pending and not evaluation_round():
-            return STOPPED, {}
-        while step < table.total:
-            # One update: all its micro-batches first, because the loss is divided by their targets together.
-            with clock.part("data"):
-                window = [next(stream) for _ in range(layout.accumulation)]
-            torch.manual_seed(_mix(config.seed, step, accelerator.process_index))
-            for group in optimizer.param_groups:
-                group["lr"] = model.rate(tally.applied, table.total, peak, config.warmup_ratio)
-            totals[0], totals[1] = sum(b.targets for b in window), float(stop.seen())
-            if world > 1:
-                with clock.part("counting"):
-                    torch.distributed.all_reduce(totals)
-            share = world / totals[0]  # DDP divides by the number of processes
-            for place, micro in enumerate(window):
-                last = place == len(window) - 1
-                with clock.part("copy"):
-                    tensors = micro.to(device)
-                with nullcontext() if last else accelerator.no_sync(trained):
-                    with clock.part("forward"):
-                        loss = trained(tensors)
-                    with clock.part("backward_last" if last else "backward"):
-                        accelerator.backward(loss * share)
-                tally.count(micro, loss)
-            with clock.part("optimizer"):
-                norm = accelerator.clip_grad_norm_(trained.parameters(), config.clip or math.inf)
-                optimizer.step()
-                optimizer.zero_grad()
-            step += 1
-            rate, scale_before = optimizer.param_groups[0]["lr"], scale
-            if scaler:
-                scale = scaler.get_scale()
-            tally.applied_or_skipped(scale < scale_before, norm, scaler is not None)
-            if tally.skipped_in_a_row >= MOST_SKIPPED:
-                _on_main(accelerator, lambda: _give_up(f"{MOST_SKIPPED} updates in a row overflowed in fp16", step, output))
-            bar.advance(1, tally.note)
+    def _write(self, values: dict[str, Any]) -> None:
+        if self.metrics:
+            epoch, update = self.table.place(self.step - 1)
+            done = epoch + (update + 1) / self.batches.plan(epoch).updates
+            self.metrics.write({"step": self.step, "epoch": round(done, 4), **values})
 
-            leave = bool(totals[1].item()) if world > 1 else stop.seen()
-            if step % config.log_every == 0 or step == table.total:
-                with clock.part("logging"):
-                    values = tally.window(accelerator, clock, work, device, rate, scale)
-                if not math.isfinite(values["loss"]):
-                    _on_main(accelerator, lambda: _give_up(f"the loss is {values['loss']}", step, output))
-                if metrics:
-                    metrics.write({"step": step, "epoch": round(_epochs(table, batches, step), 4), **values})
-            due = evaluated is not None and (table.ends_epoch(step) if not config.eval_every else step % config.eval_every == 0 or step == table.total)
-            whole = not due or leave or evaluation_round()
-            if leave or not whole:
-                save(pending_evaluation=due and (leave or not whole))
-                say(f"stopped by {stop.name} after update {step} of {table.total}; the checkpoint is saved, the same command goes on from there")
-                if metrics:
-                    metrics.close()
-                return STOPPED, {"status": "stopped", "updates": step, "output_dir": config.output_dir}
-            if step == table.total or (config.save_every and step % config.save_every == 0):
-                save(pending_evaluation=False)
+    def _save(self) -> None:
+        with self.clock.paused():
+            self.tally.gather(self.accelerator, window_only=True)
+            startup.on_main(self.accelerator, self._write_checkpoint)
 
-    result = {"status": "done", "output_dir": config.output_dir, "updates": step, "skipped": tally.skipped, **tally.summary(), **scores}
-    result.update({k: prepared.report[k] for k in ("chance_accuracy", "largest_class_accuracy") if k in prepared.report})
-    if metrics:
-        model.publish(bert, prepared, output / "model")
-        metrics.close()
-        _describe(output, config, launch, identity, prepared, described, "done", result)
-    accelerator.wait_for_everyone()
-    return 0, result
+    def _write_checkpoint(self) -> None:
+        if self.tally.bad():
+            raise startup.diverged("the loss or a gradient is not a number", self.step, self.output)
+        state = {
+            "step": self.step, "identity": self.identity, "tally": self.tally.state(), "best": self.best, "scores": self.scores,
+            "evaluation_due": self.evaluation_due, "scaler": self.scaler.state_dict() if self.scaler else None,
+            "launch": self.launch.as_dict(), "environment": self.described,
+        }  # fmt: skip
+        optimizer = self.optimizer.optimizer
+        checkpoints.save(
+            self.output,
+            self.step,
+            self.learner,
+            optimizer,
+            state,
+            lambda to: model.save_beside(self.bert, self.prepared, to),
+        )
+        checkpoints.rotate(self.output, self.config.keep, {self.best["step"]} if self.best else set())
 
+    def _give_up(self, what: str) -> None:
+        def raise_it() -> None:
+            raise startup.diverged(what, self.step, self.output)
 
-class _Signals:
-    """SIGTERM and SIGINT noted, to be acted on between updates; a second one ends at once."""
+        startup.on_main(self.accelerator, raise_it)
 
-    def __init__(self) -> None:
-        self.received: list[int] = []
-        for number in (signal.SIGTERM, signal.SIGINT):
-            signal.signal(number, self._note)
+    def _stopped(self) -> tuple[int, dict[str, Any]]:
+        self.say(
+            f"stopped by {self.stop.name} after update {self.step} of {self.table.total}; the checkpoint is saved, the same command goes on from there"
+        )
+        if self.metrics:
+            self.metrics.close()
+        return STOPPED, {"status": "stopped", "updates": self.step, "output_dir": self.config.output_dir}
 
-    def _note(self, number: int, frame: Any) -> None:
-        if self.received and os.environ.get("KIT_LAUNCHED") is None:
-            raise KeyboardInterrupt
-        self.received.append(number)
+    def _finish(self) -> dict[str, Any]:
+        """Publish the model; the result that is printed last."""
+        result = {
+            "status": "done",
+            "output_dir": self.config.output_dir,
+            "updates": self.step,
+            "skipped": self.tally.skipped,
+        }
+        result |= {**self.tally.summary(), **self.scores}
+        result |= {k: v for k, v in self.prepared.report.items() if k in ("chance_accuracy", "largest_class_accuracy")}
+        startup.on_main(self.accelerator, lambda: model.publish(self.bert, self.prepared, self.output / "model"))
+        if self.metrics:
+            self.metrics.close()
+            self._describe("done", result)
+        return result
 
-    def seen(self) -> bool:
-        return bool(self.received)
-
-    @property
-    def name(self) -> str:
-        return signal.Signals(self.received[0]).name if self.received else "a signal to another process"
+    def _describe(self, status: str, result: dict[str, Any] | None) -> None:
+        record.write_json(self.output / "run.json", {
+            "status": status, "arguments": self.config.as_dict(), "launch": self.launch.as_dict(), "identity": self.identity,
+            "data_files": self.prepared.files, "data_report": self.prepared.report, "environment": self.described, "result": result,
+        })  # fmt: skip
 
 
-def _silent(line: str) -> None:
-    """Only the main process speaks."""
-
-
-def _mix(seed: int, step: int, process: int) -> int:
+def _seed_of(seed: int, step: int, process: int) -> int:
     """A seed for torch's generators: the same for the same place in a run, whatever happened before."""
     return (seed * 1_000_003 + step * 8191 + process) % (2**63 - 1)
-
-
-def _accelerator(config: TrainConfig, launch: Launch) -> Any:
-    from accelerate import Accelerator
-    from accelerate.utils import DDPCommunicationHookType, DistributedDataParallelKwargs
-
-    hook = {"no": DDPCommunicationHookType.NO, "fp16": DDPCommunicationHookType.FP16, "bf16": DDPCommunicationHookType.BF16}[config.compress_gradients]
-    ddp = DistributedDataParallelKwargs(gradient_as_bucket_view=True, static_graph=launch.accumulation == 1, comm_hook=hook)
-    return Accelerator(mixed_precision=launch.precision, cpu=launch.cpu, kwargs_handlers=[ddp], step_scheduler_with_optimizer=False)
-
-
-def _workers(config: TrainConfig, launch: Launch, device: torch.device) -> int:
-    if config.num_workers >= 0:
-        return config.num_workers
-    return max(1, min(4, len(os.sched_getaffinity(0)) // launch.local - 1)) if device.type == "cuda" else 0
-
-
-def _summary(launch: Launch, device: torch.device, precision: str, layout: Layout, padding: str, shape: Any, table: Any, batches: MicroBatches) -> str:
-    name = torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
-    packed = f", rows of {shape.tokens} tokens" if shape else ""
-    return (f"{layout.processes} x {name}, {'fp32' if precision == 'no' else precision}, {padding}{packed}: batch {layout.batch_size} x accumulation "
-            f"{layout.accumulation} x {layout.processes} process{'es' if layout.processes > 1 else ''} = {layout.sequences} sequences an update"
-            f"{' on average' if shape else ''}, {batches.plan(0).updates} updates an epoch, {table.total} in all")
-
-
-def _resume(config: TrainConfig, output: Path, identity: dict[str, Any], learner: Any, optimizer: torch.optim.Optimizer, accelerator: Any, tally: Tally,
-            launch: Launch, say: Callable[[str], None]) -> tuple[int, dict[str, Any], bool]:
-    """(updates done, best so far, whether an evaluation is due), with weights, moments, scaler and counts put in place."""
-    found: Path | None
-    if config.resume not in ("auto", "never"):
-        found = Path(config.resume)
-        if wrong := checkpoints.damage(found):
-            raise Fault(f"--resume {found}: {wrong}. Give a folder such as {output}/checkpoints/step-00000500, or --resume auto.")
-    else:
-        found = checkpoints.newest_whole(output, say)
-    if found is None:
-        return 0, {}, False
-    state = checkpoints.read_state(found)
-    if differing := record.differences(state["identity"], identity):
-        raise Fault(f"{found} is of another run: {'; '.join(differing)}. Give the same options and data, or another --output-dir.")
-    if state["launch"]["processes"] != launch.processes:
-        say(f"{state['launch']['processes']} processes before, {launch.processes} now: the same sequences an update; dropout differs, all else is the same")
-    checkpoints.load(found, learner, optimizer)
-    if accelerator.scaler and state["scaler"]:
-        accelerator.scaler.load_state_dict(state["scaler"])
-    tally.restore(state["tally"], accelerator.is_main_process)
-    say(f"going on from {found} after update {state['step']}")
-    return int(state["step"]), dict(state["best"]), bool(state["pending_evaluation"])
-
-
-def _epochs(table: Any, batches: MicroBatches, done: int) -> float:
-    """Epochs completed after ``done`` updates."""
-    epoch, update = table.place(done - 1) if done else (0, -1)
-    return epoch + (update + 1) / batches.plan(epoch).updates
-
-
-def _describe(output: Path, config: TrainConfig, launch: Launch, identity: dict[str, Any], prepared: data.TrainingData, described: dict[str, Any],
-              status: str, result: dict[str, Any] | None = None) -> None:
-    record.write_json(output / "run.json", {"status": status, "arguments": config.as_dict(), "launch": launch.as_dict(), "identity": identity,
-                                            "data_files": prepared.files, "data_report": prepared.report, "environment": described,
-                                            "result": result})
-
-
-def _on_main(accelerator: Any, work: Callable[[], None]) -> None:
-    """Do ``work`` in the main process while the others wait; a Fault ends all of them, and is told once."""
-    fault = None
-    if accelerator.is_main_process:
-        try:
-            work()
-        except Fault as e:
-            fault = e
-    code = torch.tensor([fault.code if fault else 0], device=accelerator.device)
-    if accelerator.num_processes > 1:
-        torch.distributed.broadcast(code, 0)
-    if fault:
-        raise fault
-    if accelerator.num_processes > 1 and code.item():
-        raise SystemExit(int(code.item()))
-
-
-def _give_up(what: str, step: int, output: Path) -> None:
-    raise _diverged(what, step, output)
-
-
-def _diverged(what: str, step: int, output: Path) -> Fault:
-    whole = [s for s in checkpoints.steps(output) if not checkpoints.damage(checkpoints.folder_of(output, s))]
-    last = f"the last good checkpoint is {checkpoints.folder_of(output, whole[-1])}" if whole else "there is no checkpoint yet"
-    return Fault(f"training diverged at update {step}: {what}; {last}. Try a lower --lr, a longer --warmup-ratio, or bf16 (--accelerate ddp-bf16).", DIVERGED)

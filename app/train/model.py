@@ -139,9 +139,13 @@ def save_beside(model: nn.Module, data: TrainingData, folder: Path) -> None:
         if file.name in ("tokenizer.json", "vocab.txt", "special_tokens_map.json"):
             shutil.copyfile(file, folder / file.name)
     settings = data.tokenizer.folder / "tokenizer_config.json"
-    known = json.loads(settings.read_text(encoding="utf-8")) if settings.is_file() else {"tokenizer_class": "BertTokenizer"}
+    known = (
+        json.loads(settings.read_text(encoding="utf-8")) if settings.is_file() else {"tokenizer_class": "BertTokenizer"}
+    )
     known["model_max_length"] = data.max_length
-    (folder / "tokenizer_config.json").write_text(json.dumps(known, ensure_ascii=False, indent=2) + "\n", encoding="utf-8")
+    (folder / "tokenizer_config.json").write_text(
+        json.dumps(known, ensure_ascii=False, indent=2) + "\n", encoding="utf-8"
+    )
 
 
 def publish(model: nn.Module, data: TrainingData, folder: Path) -> None:
@@ -160,7 +164,10 @@ def publish(model: nn.Module, data: TrainingData, folder: Path) -> None:
         os.replace(making, folder)
     except OSError as e:
         shutil.rmtree(making, ignore_errors=True)
-        raise Fault(f"{folder} could not be written: {e.strerror or e}. The last checkpoint is whole; make room and run the same command.", WRONG_MACHINE) from None
+        raise Fault(
+            f"{folder} could not be written: {e.strerror or e}. The last checkpoint is whole; make room and run the same command.",
+            WRONG_MACHINE,
+        ) from None
     shutil.rmtree(old, ignore_errors=True)
 
 
@@ -197,14 +204,11 @@ def optimizer_for(
 ) -> torch.optim.Optimizer:
     """AdamW; no decay on biases and layer norms, as in BERT; fused on a GPU where torch has it."""
     decayed, plain = [], []
-    for name, parameter in model.named_parameters():
+    for parameter in model.parameters():
         (plain if parameter.ndim < 2 else decayed).append(parameter)
     groups = [{"params": decayed, "weight_decay": config.weight_decay}, {"params": plain, "weight_decay": 0.0}]
     fused = (
-        {"fused": True}
-        if device.type == "cuda"
-        and "fused" in (torch.optim.AdamW.__init__.__doc__ or "") + str(torch.optim.AdamW.__init__.__annotations__)
-        else {}
+        {"fused": True} if device.type == "cuda" and "fused" in inspect.signature(torch.optim.AdamW).parameters else {}
     )
     return torch.optim.AdamW(groups, lr=peak_rate(config, pretrained), betas=(0.9, 0.999), eps=1e-8, **fused)
 

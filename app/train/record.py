@@ -177,7 +177,7 @@ class Metrics:
         beside = self.path.with_name("metrics.jsonl.making")
         beside.write_text("".join(kept), encoding="utf-8")
         os.replace(beside, self.path)
-        self.file = open(self.path, "a", encoding="utf-8")
+        self.file = open(self.path, "a", encoding="utf-8")  # noqa: SIM115 (closed by close)
         from torch.utils.tensorboard import SummaryWriter
 
         self.board = SummaryWriter(str(output / "tensorboard"), purge_step=done + 1 if done else None)

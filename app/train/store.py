@@ -230,14 +230,17 @@ def _write(
             )
             progress(len(rows))
         if not facts.rows:
-            raise Fault(
-                f"{', '.join(files)} {'has' if len(files) == 1 else 'have'} no usable rows ({counts.blank} blank, {counts.bad} bad"
-                + (f", the first: {counts.examples[0]}" if counts.examples else "")
-                + ")."
-            )
+            raise nothing_usable(files, counts)
         writer.finalize()
     facts.blank, facts.bad, facts.bad_examples = counts.blank, counts.bad, counts.examples
     (folder / "facts.json").write_text(json.dumps(asdict(facts), ensure_ascii=False))
+
+
+def nothing_usable(files: list[str], counts: Counts) -> Fault:
+    """The fault of files in which no row is left."""
+    first = f", the first: {counts.examples[0]}" if counts.examples else ""
+    has = "has" if len(files) == 1 else "have"
+    return Fault(f"{', '.join(files)} {has} no usable rows ({counts.blank} blank, {counts.bad} bad{first}).")
 
 
 def _pieces(text: str) -> list[str]:

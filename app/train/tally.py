@@ -21,11 +21,16 @@ class Tally:
     def __init__(self) -> None:
         self.applied = self.skipped = self.skipped_in_a_row = 0
         self.updates = 0  # in the window
+        self.rate, self.scale = 0.0, 1.0  # of the last update
         self.run = dict.fromkeys((*COUNTS, "seconds", "operations"), 0.0)
-        self.steady = {"seconds": 0.0, "useful": 0.0, "sequences": 0.0}  # of this process's life without its first window, which warms up
+        # Of this process's life, without its first window, which warms up.
+        self.steady = {"seconds": 0.0, "useful": 0.0, "sequences": 0.0}
         self.warm = False
         self.note = ""
         self._window = dict.fromkeys(COUNTS, 0.0)
+        self._carried = dict.fromkeys(
+            COUNTS, 0.0
+        )  # what the window holds from before a checkpoint: not of this process's time
         self._loss: torch.Tensor | None = None
         self._norm: torch.Tensor | None = None
         self._norms: torch.Tensor | None = None
@@ -36,9 +41,10 @@ class Tally:
             self._window[name] += getattr(micro, name)
         self._loss = loss.detach().float() if self._loss is None else self._loss + loss.detach().float()
 
-    def applied_or_skipped(self, skipped: bool, norm: torch.Tensor, scaled: bool) -> None:
+    def end_update(self, skipped: bool, norm: torch.Tensor, scaled: bool, rate: float, scale: float) -> None:
         """Note the end of an update. A skipped one (fp16 overflow) does not move the learning-rate schedule."""
         self.updates += 1
+        self.rate, self.scale = rate, scale
         self.applied += not skipped
         self.skipped += skipped
         self.skipped_in_a_row = self.skipped_in_a_row + 1 if skipped else 0
@@ -46,9 +52,11 @@ class Tally:
             self._norm = norm.detach()
             self._norms = self._norm if self._norms is None else self._norms + self._norm
 
-    def bad(self, device: torch.device) -> bool:
+    def bad(self) -> bool:
         """True when a gradient norm or the loss of the window is not finite; waits for the device."""
-        return not math.isfinite(self._window["loss"]) or (self._norms is not None and not math.isfinite(float(self._norms)))
+        return not math.isfinite(self._window["loss"]) or (
+            self._norms is not None and not math.isfinite(float(self._norms))
+        )
 
     def gather(self, accelerator: Any, window_only: bool) -> dict[str, float]:
         """The window of all processes together. With ``window_only`` it goes on: the main process holds the sums, the others nothing."""
@@ -63,28 +71,36 @@ class Tally:
             self._window = total if accelerator.is_main_process else dict.fromkeys(COUNTS, 0.0)
         return total
 
-    def window(self, accelerator: Any, clock: StepClock, work: Work, device: torch.device, rate: float, scale: float) -> dict[str, Any]:
+    def window(self, accelerator: Any, clock: StepClock, work: Work) -> dict[str, Any]:
         """The values of a logged line, the same in every process, and a new window. Waits for the device."""
+        device = accelerator.device
         total = self.gather(accelerator, window_only=False)
         times = clock.read()
         mine = torch.tensor([times.get(p, 0.0) for p in (*PARTS, "total")], dtype=torch.float64, device=device)
         every = accelerator.gather(mine[None]).cpu() if accelerator.num_processes > 1 else mine[None].cpu()
         seconds = float(every[:, -1].max())
-        operations = work.training(int(total["useful"]), int(total["squares"]), int(total["targets"]), int(total["sequences"]))
+        here = {n: total[n] - self._carried[n] for n in COUNTS}
+        operations = work.training(*(int(here[n]) for n in ("useful", "squares", "targets", "sequences")))
         for name in COUNTS:
             self.run[name] += total[name]
         self.run["seconds"] += seconds
         self.run["operations"] += operations
         if self.warm:
             self.steady["seconds"] += seconds
-            self.steady["useful"] += total["useful"]
-            self.steady["sequences"] += total["sequences"]
+            self.steady["useful"] += here["useful"]
+            self.steady["sequences"] += here["sequences"]
         self.warm = True
         loss = total["loss"] / max(1.0, total["targets"])
         values: dict[str, Any] = {
-            "loss": loss, "lr": rate, "grad_norm": float(self._norm) if self._norm is not None else None, "loss_scale": scale, "skipped": self.skipped,
-            "useful_tokens_per_s": total["useful"] / seconds, "sequences_per_s": total["sequences"] / seconds,
-            "padding_share": 1 - total["useful"] / max(1.0, total["tokens"]), "update_ms": 1e3 * seconds / max(1, self.updates),
+            "loss": loss,
+            "lr": self.rate,
+            "grad_norm": float(self._norm) if self._norm is not None else None,
+            "loss_scale": self.scale,
+            "skipped": self.skipped,
+            "useful_tokens_per_s": here["useful"] / seconds,
+            "sequences_per_s": here["sequences"] / seconds,
+            "padding_share": 1 - total["useful"] / max(1.0, total["tokens"]),
+            "update_ms": 1e3 * seconds / max(1, self.updates),
             "tflops": operations / seconds / 1e12,
         }
         values.update(_shares(every[0], seconds))
@@ -93,31 +109,52 @@ class Tally:
             values["mfu"] = operations / seconds / 1e12 / peak / accelerator.num_processes if peak else None
             values["peak_memory_gib"] = torch.cuda.max_memory_allocated(device) / 2**30
         if accelerator.num_processes > 1:
-            busy = (every[:, PARTS.index("forward")] + every[:, PARTS.index("data")] + every[:, PARTS.index("backward")])
+            busy = every[:, PARTS.index("forward")] + every[:, PARTS.index("data")] + every[:, PARTS.index("backward")]
             values["slowest_process"] = int(busy.argmax())
             values["slowest_over_median"] = float(busy.max() / busy.median()) if float(busy.median()) > 0 else 1.0
         self.note = f"loss {loss:.4f}"
-        self.updates, self._window = 0, dict.fromkeys(COUNTS, 0.0)
+        self.updates, self._window, self._carried = 0, dict.fromkeys(COUNTS, 0.0), dict.fromkeys(COUNTS, 0.0)
         self._norms = None
         return values
 
     def summary(self) -> dict[str, Any]:
         """The run's sums for the last line of stdout; rates are of this process's life, its first logged window left out."""
-        lived = self.steady if self.steady["seconds"] else {"seconds": self.run["seconds"], "useful": self.run["useful"], "sequences": self.run["sequences"]}
+        lived = (
+            self.steady
+            if self.steady["seconds"]
+            else {"seconds": self.run["seconds"], "useful": self.run["useful"], "sequences": self.run["sequences"]}
+        )
         per = max(lived["seconds"], 1e-9)
-        return {"sequences": int(self.run["sequences"]), "useful_tokens": int(self.run["useful"]), "training_seconds": round(self.run["seconds"], 3),
-                "useful_tokens_per_s": round(lived["useful"] / per, 1), "sequences_per_s": round(lived["sequences"] / per, 2),
-                "padding_share": round(1 - self.run["useful"] / max(1.0, self.run["tokens"]), 4), "loss_mean": self.run["loss"] / max(1.0, self.run["targets"])}
+        return {
+            "sequences": int(self.run["sequences"]),
+            "useful_tokens": int(self.run["useful"]),
+            "training_seconds": round(self.run["seconds"], 3),
+            "useful_tokens_per_s": round(lived["useful"] / per, 1),
+            "sequences_per_s": round(lived["sequences"] / per, 2),
+            "padding_share": round(1 - self.run["useful"] / max(1.0, self.run["tokens"]), 4),
+            "loss_mean": self.run["loss"] / max(1.0, self.run["targets"]),
+        }
 
     def state(self) -> dict[str, Any]:
         """For a checkpoint; call ``gather(window_only=True)`` first."""
-        return {"applied": self.applied, "skipped": self.skipped, "skipped_in_a_row": self.skipped_in_a_row, "updates": self.updates, "run": self.run,
-                "window": self._window}
+        return {
+            "applied": self.applied,
+            "skipped": self.skipped,
+            "skipped_in_a_row": self.skipped_in_a_row,
+            "updates": self.updates,
+            "run": self.run,
+            "window": self._window,
+        }
 
     def restore(self, state: dict[str, Any], main: bool) -> None:
-        self.applied, self.skipped, self.skipped_in_a_row = state["applied"], state["skipped"], state["skipped_in_a_row"]
+        self.applied, self.skipped, self.skipped_in_a_row = (
+            state["applied"],
+            state["skipped"],
+            state["skipped_in_a_row"],
+        )
         self.updates, self.run = state["updates"], dict(state["run"])
         self._window = dict(state["window"]) if main else dict.fromkeys(COUNTS, 0.0)
+        self._carried = dict(state["window"])
 
 
 def _shares(times: torch.Tensor, seconds: float) -> dict[str, float]:

@@ -12,7 +12,10 @@ BASE = SimpleNamespace(num_hidden_layers=12, hidden_size=768, intermediate_size=
 LARGE = SimpleNamespace(num_hidden_layers=24, hidden_size=1024, intermediate_size=4096, vocab_size=30522, num_labels=2)
 
 
-@pytest.mark.parametrize(("config", "length", "body", "with_head"), [(BASE, 128, 0.524, 0.668), (BASE, 512, 0.566, 0.710), (LARGE, 128, 1.850, 2.044), (LARGE, 512, 1.963, 2.157)])
+@pytest.mark.parametrize(
+    ("config", "length", "body", "with_head"),
+    [(BASE, 128, 0.524, 0.668), (BASE, 512, 0.566, 0.710), (LARGE, 128, 1.850, 2.044), (LARGE, 512, 1.963, 2.157)],
+)
 def test_training_gflop_a_token(config: SimpleNamespace, length: int, body: float, with_head: float) -> None:
     """Per token of sequences of ``length``, without and with the MLM head on every position."""
     work = of_bert(config, "mlm")

@@ -36,7 +36,13 @@ def shared_cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def environment(shared_cache: Path) -> dict[str, str]:
     """Variables for a child process: one thread, so that processes do not fight for the cores of a small machine."""
-    return {**os.environ, "PYTHONPATH": str(ROOT), "KIT_CACHE": str(shared_cache), "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+    return {
+        **os.environ,
+        "PYTHONPATH": str(ROOT),
+        "KIT_CACHE": str(shared_cache),
+        "OMP_NUM_THREADS": "1",
+        "HF_HUB_OFFLINE": "1",
+    }
 
 
 @pytest.fixture
@@ -45,7 +51,14 @@ def run(tmp_path: Path, environment: dict[str, str], monkeypatch: pytest.MonkeyP
     monkeypatch.chdir(tmp_path)
 
     def go(*arguments: object, timeout: float = 240, **more: str) -> Outcome:
-        done = subprocess.run(command(*arguments), env={**environment, **more}, capture_output=True, text=True, timeout=timeout, check=False)
+        done = subprocess.run(
+            command(*arguments),
+            env={**environment, **more},
+            capture_output=True,
+            text=True,
+            timeout=timeout,
+            check=False,
+        )
         return Outcome(done.returncode, done.stdout, done.stderr)
 
     return go
@@ -88,5 +101,7 @@ def metrics(output: Path) -> list[dict[str, Any]]:
 
 def accelerate_file(path: Path, processes: int, accumulation: int) -> Path:
     kind = "MULTI_CPU" if processes > 1 else "'NO'"
-    path.write_text(f"distributed_type: {kind}\nuse_cpu: true\nnum_processes: {processes}\ngradient_accumulation_steps: {accumulation}\nmixed_precision: 'no'\n")
+    path.write_text(
+        f"distributed_type: {kind}\nuse_cpu: true\nnum_processes: {processes}\ngradient_accumulation_steps: {accumulation}\nmixed_precision: 'no'\n"
+    )
     return path

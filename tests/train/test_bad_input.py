@@ -56,7 +56,9 @@ def test_a_sentence_and_an_exit_code(call, tmp_path: Path, arguments: list[str],
     (tmp_path / "ids.jsonl").write_text("".join(json.dumps({"text": "x", "label": i}) + "\n" for i in range(2000)))
     (tmp_path / "other-class.jsonl").write_text('{"text": "x", "label": "a"}\n{"text": "y", "label": "c"}\n')
     (tmp_path / "typo.yaml").write_text("distributed_type: 'NO'\nuse_cpu: true\nmixed_precison: fp16\n")
-    (tmp_path / "deepspeed.yaml").write_text("distributed_type: 'NO'\nuse_cpu: true\ndeepspeed_config: {zero_stage: 2}\n")
+    (tmp_path / "deepspeed.yaml").write_text(
+        "distributed_type: 'NO'\nuse_cpu: true\ndeepspeed_config: {zero_stage: 2}\n"
+    )
     (tmp_path / "list.yaml").write_text("- a\n")
     (tmp_path / "fp16-cpu.yaml").write_text("distributed_type: 'NO'\nuse_cpu: true\nmixed_precision: fp16\n")
     (tmp_path / "gpt-folder").mkdir()
@@ -115,6 +117,23 @@ def test_a_full_disk_stops_with_older_checkpoints_whole(call, tmp_path: Path, mo
 
 def test_a_loss_that_is_no_number_ends_with_4(call, tmp_path: Path) -> None:
     write_rows(tmp_path / "rows.jsonl", 60)
-    done = call("--train-file", "rows.jsonl", "--max-steps", 30, "--lr", 1e30, "--clip", 0, "--log-every", 1, "--warmup-ratio", 0, "--save-every", 1)
+    done = call(
+        "--train-file",
+        "rows.jsonl",
+        "--max-steps",
+        30,
+        "--lr",
+        1e30,
+        "--clip",
+        0,
+        "--log-every",
+        1,
+        "--warmup-ratio",
+        0,
+        "--save-every",
+        1,
+    )
     assert done.code == 4, done.stderr
-    assert "training diverged at update" in done.stderr and ("the last good checkpoint is" in done.stderr or "no checkpoint yet" in done.stderr)
+    assert "training diverged at update" in done.stderr and (
+        "the last good checkpoint is" in done.stderr or "no checkpoint yet" in done.stderr
+    )

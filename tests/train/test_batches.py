@@ -20,7 +20,9 @@ def contents(plan, layout: Layout) -> list[list[list[int]]]:
 
 @settings(max_examples=80, deadline=None)
 @given(lengths_of, st.integers(1, 9), st.integers(1, 3), st.integers(1, 3), st.booleans(), st.integers(0, 3))
-def test_every_row_once_an_epoch(lengths: np.ndarray, batch: int, accumulation: int, processes: int, packed: bool, epoch: int) -> None:
+def test_every_row_once_an_epoch(
+    lengths: np.ndarray, batch: int, accumulation: int, processes: int, packed: bool, epoch: int
+) -> None:
     layout = Layout(batch, accumulation, processes)
     shape = packed_shape(lengths, batch, 128, 0.15) if packed else None
     plan = plan_epoch(np.arange(len(lengths)), lengths, 7, epoch, layout, shape, 0.15)
@@ -36,7 +38,9 @@ def test_every_row_once_an_epoch(lengths: np.ndarray, batch: int, accumulation: 
 
 @settings(max_examples=40, deadline=None)
 @given(lengths_of, st.sampled_from([(8, 1, 1), (4, 1, 2), (2, 2, 2), (2, 4, 1), (1, 8, 1)]))
-def test_the_same_global_batch_has_the_same_rows_in_every_update(lengths: np.ndarray, layout: tuple[int, int, int]) -> None:
+def test_the_same_global_batch_has_the_same_rows_in_every_update(
+    lengths: np.ndarray, layout: tuple[int, int, int]
+) -> None:
     def updates(made: Layout) -> list[list[int]]:
         plan = plan_epoch(np.arange(len(lengths)), lengths, 1, 0, made, None)
         return [sorted(r for micro in update for r in micro) for update in contents(plan, made)]
@@ -48,7 +52,9 @@ def test_processes_share_the_padding_of_a_round() -> None:
     lengths = np.arange(8, 72)
     layout = Layout(8, 2, 2)
     plan = plan_epoch(np.arange(64), lengths, 0, 0, layout, None)
-    widths = [[lengths[plan.micro_batch(u, a, p)].max() for p in range(2)] for u in range(plan.updates) for a in range(2)]
+    widths = [
+        [lengths[plan.micro_batch(u, a, p)].max() for p in range(2)] for u in range(plan.updates) for a in range(2)
+    ]
     assert len(widths) == 4
     for mine, other in widths:
         assert abs(int(mine) - int(other)) <= 24, "neighbours in length belong into the same round"

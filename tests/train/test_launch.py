@@ -26,13 +26,19 @@ def resolved(tmp_path: Path, gpus: int, environment: dict[str, str] | None = Non
     return launch.resolve(config(tmp_path, **keys), gpus, environment or {})
 
 
-@pytest.mark.parametrize(("gpus", "name", "local", "precision"), [(0, "cpu", 1, "no"), (1, "gpu-fp16", 1, "fp16"), (4, "ddp-fp16", 4, "fp16")])
-def test_auto_takes_every_gpu(monkeypatch: pytest.MonkeyPatch, gpus: int, name: str, local: int, precision: str) -> None:
-    monkeypatch.setattr(launch.Path, "glob", lambda self, pattern: iter([Path("cpu.yaml")] if pattern == "*.yaml" else []))
-    monkeypatch.setattr(launch, "SHIPPED", launch.SHIPPED)
-    found = launch.resolve(str(launch.SHIPPED / f"{name}.yaml") if gpus else "auto", gpus, {}) if gpus == 0 else launch.resolve("auto", gpus, {}) if name == "cpu" else \
-        launch.resolve(str(launch.SHIPPED / f"{name}.yaml"), gpus, {})
-    assert (Path(found.config).stem, found.local, found.precision, found.cpu) == (name, local, precision, gpus == 0)
+@pytest.mark.parametrize(("gpus", "local", "precision"), [(0, 1, "no"), (1, 1, "fp16"), (4, 4, "fp16")])
+def test_auto_takes_every_gpu(monkeypatch: pytest.MonkeyPatch, gpus: int, local: int, precision: str) -> None:
+    monkeypatch.setattr(launch, "host_has_gpus", lambda: gpus > 0)
+    found = launch.resolve("auto", gpus, {})
+    assert (found.local, found.precision, found.cpu) == (local, precision, gpus == 0)
+
+
+def test_auto_never_takes_the_cpu_where_the_host_has_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(launch, "host_has_gpus", lambda: True)
+    with pytest.raises(Fault) as caught:
+        launch.resolve("auto", 0, {})
+    assert caught.value.code == 3 and "--accelerate cpu" in str(caught.value)
+    assert launch.resolve("cpu", 0, {}).cpu
 
 
 @pytest.mark.parametrize("path", sorted(launch.SHIPPED.glob("*.yaml")), ids=lambda p: p.stem)
@@ -44,7 +50,13 @@ def test_every_shipped_file_resolves(path: Path) -> None:
 
 
 def test_two_nodes_count_the_processes_of_both(tmp_path: Path) -> None:
-    keys = {"distributed_type": "MULTI_GPU", "num_machines": 2, "num_processes": 8, "main_process_ip": "10.0.0.1", "main_process_port": 29500}
+    keys = {
+        "distributed_type": "MULTI_GPU",
+        "num_machines": 2,
+        "num_processes": 8,
+        "main_process_ip": "10.0.0.1",
+        "main_process_port": 29500,
+    }
     second = resolved(tmp_path, 4, machine_rank=1, **keys)
     assert [launch.rank_environment(second, i, 29500)["RANK"] for i in range(second.local)] == ["4", "5", "6", "7"]
     assert resolved(tmp_path, 4, {"KIT_MACHINE_RANK": "1"}, **keys).machine_rank == 1
@@ -57,10 +69,28 @@ def test_two_nodes_count_the_processes_of_both(tmp_path: Path) -> None:
         (2, {"distributed_type": "MULTI_GPU", "num_processes": 4}, "4 processes on this machine, but 2 GPUs"),
         (2, {"distributed_type": "MULTI_GPU", "gpu_ids": "2,3"}, "gpu_ids is 2,3, but torch sees 2 GPUs"),
         (4, {"distributed_type": "MULTI_GPU", "gpu_ids": "0,0"}, "gpu_ids"),
-        (4, {"distributed_type": "MULTI_GPU", "num_machines": 2, "num_processes": 7, "main_process_ip": "10.0.0.1"}, "not a multiple of num_machines"),
+        (
+            4,
+            {"distributed_type": "MULTI_GPU", "num_machines": 2, "num_processes": 7, "main_process_ip": "10.0.0.1"},
+            "not a multiple of num_machines",
+        ),
         (4, {"distributed_type": "MULTI_GPU", "num_machines": 2, "num_processes": 8}, "main_process_ip 127.0.0.1"),
-        (4, {"distributed_type": "MULTI_GPU", "num_machines": 2, "num_processes": 8, "machine_rank": 2, "main_process_ip": "10.0.0.1"}, "machine_rank is 2"),
-        (4, {"distributed_type": "MULTI_GPU", "num_machines": 2, "num_processes": 8, "main_process_ip": "10.0.0.1"}, "main_process_port is missing"),
+        (
+            4,
+            {
+                "distributed_type": "MULTI_GPU",
+                "num_machines": 2,
+                "num_processes": 8,
+                "machine_rank": 2,
+                "main_process_ip": "10.0.0.1",
+            },
+            "machine_rank is 2",
+        ),
+        (
+            4,
+            {"distributed_type": "MULTI_GPU", "num_machines": 2, "num_processes": 8, "main_process_ip": "10.0.0.1"},
+            "main_process_port is missing",
+        ),
         (1, {"distributed_type": "NO", "num_processes": 2}, "needs distributed_type"),
         (1, {"distributed_type": "FSDP"}, "distributed_type is FSDP"),
         (1, {"distributed_type": "NO", "mixed_precision": "fp8"}, "mixed_precision is 'fp8'"),
@@ -102,7 +132,7 @@ def processes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, script: str) -> t
     monkeypatch.setattr(launch, "GRACE_S", 1.0)
     said: list[str] = []
     found = resolved(tmp_path, 0, distributed_type="MULTI_CPU", num_processes=2)
-    return launch.run_processes(found, [], said.append), said
+    return launch.run_processes(found, "app.train", [], said.append), said
 
 
 def test_exit_codes_of_processes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -115,10 +145,16 @@ def test_stopped_by_a_signal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
 
 def test_one_failing_process_ends_a_hanging_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Rank 0 ignores SIGTERM, as a process stuck in a collective does; it is killed after the grace time."""
-    script = ("import os, signal, time\nif os.environ['RANK'] == '1':\n    raise SystemExit(2)\n"
-              "signal.signal(signal.SIGTERM, signal.SIG_IGN)\ntime.sleep(600)\n")
+    script = (
+        "import os, signal, time\nif os.environ['RANK'] == '1':\n    raise SystemExit(2)\n"
+        "signal.signal(signal.SIGTERM, signal.SIG_IGN)\ntime.sleep(600)\n"
+    )
     code, said = processes(tmp_path, monkeypatch, script)
-    assert code == 2 and any("process 1 of 2 ended with exit code 2" in s for s in said) and any("are killed" in s for s in said)
+    assert (
+        code == 2
+        and any("process 1 of 2 ended with exit code 2" in s for s in said)
+        and any("are killed" in s for s in said)
+    )
 
 
 def test_a_killed_process_is_explained(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -129,13 +165,17 @@ def test_a_killed_process_is_explained(tmp_path: Path, monkeypatch: pytest.Monke
 
 def test_processes_do_not_outlive_the_launcher(tmp_path: Path) -> None:
     """The launcher is killed with kill -9; its process, started as training processes are, gets SIGTERM from the kernel."""
-    child = ("import signal, sys, time\nfrom app.train.launch import die_with_parent\n"
-             "signal.signal(signal.SIGTERM, lambda *a: sys.exit(open(sys.argv[1], 'w').write('ended')))\n"
-             "die_with_parent()\nprint('up', flush=True)\ntime.sleep(600)\n")
+    child = (
+        "import signal, sys, time\nfrom app.train.launch import die_with_parent\n"
+        "signal.signal(signal.SIGTERM, lambda *a: sys.exit(open(sys.argv[1], 'w').write('ended')))\n"
+        "die_with_parent()\nprint('up', flush=True)\ntime.sleep(600)\n"
+    )
     parent = f"import subprocess, sys, time\nsubprocess.Popen([sys.executable, '-c', {child!r}, sys.argv[1]])\ntime.sleep(600)\n"
     mark = tmp_path / "mark"
     environment = {**os.environ, "PYTHONPATH": str(launch.SHIPPED.parent.parent)}
-    started = subprocess.Popen([sys.executable, "-c", parent, str(mark)], stdout=subprocess.PIPE, text=True, env=environment)
+    started = subprocess.Popen(
+        [sys.executable, "-c", parent, str(mark)], stdout=subprocess.PIPE, text=True, env=environment
+    )
     assert started.stdout and started.stdout.readline() == "up\n"
     started.send_signal(signal.SIGKILL)
     assert started.stdout.read() == ""  # closed when the child, too, is gone

@@ -28,8 +28,29 @@ def test_layouts_agree(run, tmp_path: Path, task: str, padding: str, layouts: li
     for processes, accumulation, batch in layouts:
         name = f"{processes}x{accumulation}x{batch}"
         config = accelerate_file(tmp_path / f"{name}.yaml", processes, accumulation)
-        run("--task", task, "--train-file", "rows.jsonl", "--padding", padding, "--batch-size", batch, "--epochs", 1, "--dropout", 0, "--max-length", 64,
-            "--log-every", 1, "--accelerate", config, "--output-dir", name).result  # noqa: B018
+        done = run(
+            "--task",
+            task,
+            "--train-file",
+            "rows.jsonl",
+            "--padding",
+            padding,
+            "--batch-size",
+            batch,
+            "--epochs",
+            1,
+            "--dropout",
+            0,
+            "--max-length",
+            64,
+            "--log-every",
+            1,
+            "--accelerate",
+            config,
+            "--output-dir",
+            name,
+        )
+        assert done.code == 0, done.stderr
         weights.append(load_file(tmp_path / name / "model" / "model.safetensors"))
         curves.append(metrics(tmp_path / name))
     for other, curve in zip(weights[1:], curves[1:], strict=True):
@@ -48,8 +69,24 @@ def test_the_number_of_processes_does_not_change_an_evaluation(run, tmp_path: Pa
     found = []
     for processes in (1, 2):
         config = accelerate_file(tmp_path / f"{processes}.yaml", processes, 1)
-        done = run("--train-file", "rows.jsonl", "--eval-file", "eval.jsonl", "--batch-size", 1, "--max-steps", 1, "--lr", 1e-12, "--dropout", 0,
-                   "--accelerate", config, "--output-dir", f"out{processes}")
+        done = run(
+            "--train-file",
+            "rows.jsonl",
+            "--eval-file",
+            "eval.jsonl",
+            "--batch-size",
+            1,
+            "--max-steps",
+            1,
+            "--lr",
+            1e-12,
+            "--dropout",
+            0,
+            "--accelerate",
+            config,
+            "--output-dir",
+            f"out{processes}",
+        )
         found.append({k: done.result[k] for k in ("eval_loss", "accuracy", "f1")})
     assert found[0]["accuracy"] == found[1]["accuracy"] and found[0]["f1"] == found[1]["f1"]
     assert found[0]["eval_loss"] == pytest.approx(found[1]["eval_loss"], abs=1e-7)

@@ -16,7 +16,9 @@ from app.train.readers import Counts, Row, Source, read
 
 LABELLED = Source("text", "label", "utf-8", "", "stop")
 UNLABELLED = Source("text", "", "utf-8", "", "stop")
-texts = st.text(st.characters(blacklist_categories=("Cs",), blacklist_characters="\x00"), min_size=1).filter(lambda t: t.strip())
+texts = st.text(st.characters(blacklist_categories=("Cs",), blacklist_characters="\x00"), min_size=1).filter(
+    lambda t: t.strip()
+)
 labels = st.text(st.characters(blacklist_categories=("Cs", "Cc")), min_size=1).filter(lambda t: t.strip())
 anywhere = settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 
@@ -47,7 +49,9 @@ def test_jsonl_gives_back_what_was_written(tmp_path: Path, pairs: list[tuple[str
     path = tmp_path / "a.jsonl.gz"
     with gzip.open(path, "wt", encoding="utf-8") as f:
         f.writelines(json.dumps({"text": t, "label": lab}, ensure_ascii=False) + "\n" for t, lab in pairs)
-    wanted = [(t, {True: "true", False: "false"}[lab] if isinstance(lab, bool) else str(lab).strip()) for t, lab in pairs]
+    wanted = [
+        (t, {True: "true", False: "false"}[lab] if isinstance(lab, bool) else str(lab).strip()) for t, lab in pairs
+    ]
     assert [(r.text, r.label) for r in all_rows(path)] == wanted
 
 
@@ -63,11 +67,20 @@ def test_parquet_gives_back_what_was_written(tmp_path: Path, pairs: list[tuple[s
 
 
 @anywhere
-@given(st.lists(st.text(st.characters(blacklist_categories=("Cs",), blacklist_characters="\r\n\x00"), min_size=1).filter(lambda t: t.strip()), min_size=1))
+@given(
+    st.lists(
+        st.text(st.characters(blacklist_categories=("Cs",), blacklist_characters="\r\n\x00"), min_size=1).filter(
+            lambda t: t.strip()
+        ),
+        min_size=1,
+    )
+)
 def test_text_has_as_many_rows_as_lines(tmp_path: Path, lines: list[str]) -> None:
     path = tmp_path / "a.txt"
     path.write_bytes("\r\n".join(lines).encode())
-    assert [r.text for r in all_rows(path, UNLABELLED)] == [lines[0].removeprefix("\ufeff"), *lines[1:]] or not lines[0].strip("\ufeff")
+    assert [r.text for r in all_rows(path, UNLABELLED)] == [lines[0].removeprefix("\ufeff"), *lines[1:]] or not lines[
+        0
+    ].strip("\ufeff")
 
 
 @pytest.mark.parametrize("value", ["1e5", "007", "NA", "null", "nan", "2024-01-01", "TRUE", "1,5"])

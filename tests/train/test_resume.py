@@ -14,8 +14,31 @@ from pathlib import Path
 import pytest
 from conftest import accelerate_file, command, metrics, write_rows
 
-TIMES = ("useful_tokens_per_s", "sequences_per_s", "update_ms", "tflops", "slowest_process", "slowest_over_median", "share_")
-OPTIONS = ("--train-file", "rows.jsonl", "--batch-size", 4, "--epochs", 3, "--max-length", 64, "--log-every", 3, "--save-every", 4, "--keep", 3)
+TIMES = (
+    "useful_tokens_per_s",
+    "sequences_per_s",
+    "update_ms",
+    "tflops",
+    "slowest_process",
+    "slowest_over_median",
+    "share_",
+)
+OPTIONS = (
+    "--train-file",
+    "rows.jsonl",
+    "--batch-size",
+    4,
+    "--epochs",
+    3,
+    "--max-length",
+    64,
+    "--log-every",
+    3,
+    "--save-every",
+    4,
+    "--keep",
+    3,
+)
 
 
 def timeless(lines: list[dict]) -> list[dict]:
@@ -29,7 +52,9 @@ def same_files(one: Path, other: Path) -> None:
 
 
 @pytest.mark.parametrize(("task", "padding", "accumulation"), [("classify", "packed", 1), ("mlm", "dynamic", 3)])
-def test_going_on_from_any_checkpoint_gives_the_same_bytes(call, tmp_path: Path, task: str, padding: str, accumulation: int) -> None:
+def test_going_on_from_any_checkpoint_gives_the_same_bytes(
+    call, tmp_path: Path, task: str, padding: str, accumulation: int
+) -> None:
     """Checkpoints inside an epoch and at its end, dropout on, with and without workers."""
     write_rows(tmp_path / "rows.jsonl", 60)
     config = accelerate_file(tmp_path / "a.yaml", 1, accumulation)
@@ -51,7 +76,9 @@ def test_going_on_from_any_checkpoint_gives_the_same_bytes(call, tmp_path: Path,
 
 
 def start(environment: dict[str, str], cwd: Path, *arguments: object) -> subprocess.Popen[str]:
-    return subprocess.Popen(command(*arguments), env=environment, cwd=cwd, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    return subprocess.Popen(
+        command(*arguments), env=environment, cwd=cwd, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
 
 
 def wait_for_update(output: Path, process: subprocess.Popen[str]) -> None:
@@ -67,7 +94,9 @@ def wait_for_update(output: Path, process: subprocess.Popen[str]) -> None:
 
 @pytest.mark.parametrize("processes", [1, 2])
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_a_signal_saves_and_leaves_with_75(run, environment, tmp_path: Path, processes: int, number: signal.Signals) -> None:
+def test_a_signal_saves_and_leaves_with_75(
+    run, environment, tmp_path: Path, processes: int, number: signal.Signals
+) -> None:
     write_rows(tmp_path / "rows.jsonl", 400)
     config = accelerate_file(tmp_path / "a.yaml", processes, 1)
     options = (*OPTIONS, "--accelerate", config, "--save-every", 0, "--log-every", 1)
@@ -92,7 +121,9 @@ def test_a_lost_process_ends_the_others(environment, tmp_path: Path) -> None:
     config = accelerate_file(tmp_path / "a.yaml", 2, 1)
     child = start(environment, tmp_path, *OPTIONS, "--accelerate", config, "--output-dir", "out", "--log-every", 1)
     wait_for_update(tmp_path / "out", child)
-    ranks = subprocess.run(["ps", "-o", "pid=", "--ppid", str(child.pid)], capture_output=True, text=True, check=True).stdout.split()
+    ranks = subprocess.run(
+        ["ps", "-o", "pid=", "--ppid", str(child.pid)], capture_output=True, text=True, check=True
+    ).stdout.split()
     assert len(ranks) == 2
     os.kill(int(ranks[1]), signal.SIGKILL)
     _, err = child.communicate(timeout=150)
@@ -117,9 +148,23 @@ def kill_in_a_loop(environment, tmp_path: Path, kills: int, seed: int) -> int:
             survived += 1
         for line in (tmp_path / "out" / "metrics.jsonl").read_text().splitlines()[:-1]:
             json.loads(line)
-    final = subprocess.run(command(*options, "--output-dir", "out"), env=environment, cwd=tmp_path, capture_output=True, text=True, check=False)
+    final = subprocess.run(
+        command(*options, "--output-dir", "out"),
+        env=environment,
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
     assert final.returncode == 0, final.stderr
-    whole = subprocess.run(command(*options, "--output-dir", "whole"), env=environment, cwd=tmp_path, capture_output=True, text=True, check=False)
+    whole = subprocess.run(
+        command(*options, "--output-dir", "whole"),
+        env=environment,
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
     assert whole.returncode == 0, whole.stderr
     same_files(tmp_path / "whole", tmp_path / "out")
     return survived
@@ -146,7 +191,20 @@ def test_a_hundred_kills(environment, tmp_path: Path) -> None:
 @pytest.fixture
 def trained(call, tmp_path: Path):
     write_rows(tmp_path / "rows.jsonl", 40)
-    options = ("--train-file", "rows.jsonl", "--batch-size", 4, "--max-steps", 6, "--save-every", 2, "--keep", 5, "--max-length", 64)
+    options = (
+        "--train-file",
+        "rows.jsonl",
+        "--batch-size",
+        4,
+        "--max-steps",
+        6,
+        "--save-every",
+        2,
+        "--keep",
+        5,
+        "--max-length",
+        64,
+    )
     call(*options).result  # noqa: B018
     described = json.loads((tmp_path / "out" / "run.json").read_text())
     (tmp_path / "out" / "run.json").write_text(json.dumps({**described, "status": "running", "result": None}))
@@ -200,18 +258,33 @@ def test_other_data_is_refused(call, trained, tmp_path: Path) -> None:
     assert done.code == 2 and "data was" in done.stderr
 
 
-def test_other_processes_with_the_same_global_batch_go_on_and_other_batches_do_not(run, trained, tmp_path: Path) -> None:
+def test_other_processes_with_the_same_global_batch_go_on_and_other_batches_do_not(
+    run, trained, tmp_path: Path
+) -> None:
     shutil.rmtree(tmp_path / "out" / "checkpoints" / "step-00000006")
     config = accelerate_file(tmp_path / "two.yaml", 2, 1)
     refused = run(*trained, "--accelerate", config)
-    assert refused.code == 2 and "sequences_an_update was \"1 rows" in refused.stderr
+    assert refused.code == 2 and 'sequences_an_update was "1 rows' in refused.stderr
     done = run(*trained, "--accelerate", config, "--padding", "auto", "--batch-size", 2)
     assert done.code == 2, "packed rows of another length are other updates"
 
 
 def test_other_processes_with_the_same_sequences_go_on(run, call, tmp_path: Path) -> None:
     write_rows(tmp_path / "rows.jsonl", 40)
-    options = ("--train-file", "rows.jsonl", "--padding", "dynamic", "--max-steps", 6, "--save-every", 4, "--max-length", 64, "--dropout", 0)
+    options = (
+        "--train-file",
+        "rows.jsonl",
+        "--padding",
+        "dynamic",
+        "--max-steps",
+        6,
+        "--save-every",
+        4,
+        "--max-length",
+        64,
+        "--dropout",
+        0,
+    )
     whole = call(*options, "--batch-size", 4, "--output-dir", "whole").result
     call(*options, "--batch-size", 4).result  # noqa: B018
     shutil.rmtree(tmp_path / "out" / "checkpoints" / "step-00000006")
@@ -230,4 +303,8 @@ def test_rotation_keeps_the_newest_by_number_and_the_best(tmp_path: Path) -> Non
     (tmp_path / "checkpoints" / "making-00000012").mkdir()
     checkpoints.rotate(tmp_path, 2, {9})
     assert checkpoints.steps(tmp_path) == [9, 11, 100]
-    assert sorted(p.name for p in (tmp_path / "checkpoints").iterdir()) == ["step-00000009", "step-00000011", "step-00000100"]
+    assert sorted(p.name for p in (tmp_path / "checkpoints").iterdir()) == [
+        "step-00000009",
+        "step-00000011",
+        "step-00000100",
+    ]

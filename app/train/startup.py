@@ -1,0 +1,133 @@
+"""What stands before the first update: Accelerate, signals, a line that says what runs, and where an earlier run stopped."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from app.errors import DIVERGED, Fault
+from app.train import checkpoints, record
+from app.train.batches import Layout, PackedShape
+from app.train.config import TrainConfig
+from app.train.launch import Launch
+
+
+class Signals:
+    """SIGTERM and SIGINT noted, to be acted on between updates; where no launcher passes them on, a second one ends at once."""
+
+    def __init__(self) -> None:
+        self.received: list[int] = []
+        for number in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, self._note)
+
+    def _note(self, number: int, frame: Any) -> None:
+        if self.received and os.environ.get("KIT_LAUNCHED") is None:
+            raise KeyboardInterrupt
+        self.received.append(number)
+
+    def seen(self) -> bool:
+        return bool(self.received)
+
+    @property
+    def name(self) -> str:
+        return signal.Signals(self.received[0]).name if self.received else "a signal to another process"
+
+
+def accelerator(config: TrainConfig, launch: Launch) -> Any:
+    """The Accelerator of this process, as the config file says. Side effect: joins the process group, sets the GPU."""
+    from accelerate import Accelerator
+    from accelerate.utils import DDPCommunicationHookType, DistributedDataParallelKwargs
+
+    hook = DDPCommunicationHookType(config.compress_gradients)
+    ddp = DistributedDataParallelKwargs(
+        gradient_as_bucket_view=True, static_graph=launch.accumulation == 1, comm_hook=hook
+    )
+    return Accelerator(
+        mixed_precision=launch.precision, cpu=launch.cpu, kwargs_handlers=[ddp], step_scheduler_with_optimizer=False
+    )
+
+
+def workers(config: TrainConfig, launch: Launch, device: torch.device) -> int:
+    """Processes that make batches: on a GPU up to four, as cores allow; on the CPU none, the cores are busy."""
+    if config.num_workers >= 0:
+        return config.num_workers
+    return max(1, min(4, len(os.sched_getaffinity(0)) // launch.local - 1)) if device.type == "cuda" else 0
+
+
+def summary(
+    device: torch.device,
+    precision: str,
+    layout: Layout,
+    padding: str,
+    shape: PackedShape | None,
+    epoch: int,
+    total: int,
+) -> str:
+    """The line before the first update: devices, precision, batch, and how many updates there will be."""
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
+    rows = f" in rows of {shape.tokens} tokens" if shape else ""
+    return (
+        f"{layout.processes} x {name}, {'fp32' if precision == 'no' else precision}, {padding}{rows}: "
+        f"batch {layout.batch_size} x accumulation {layout.accumulation} x {layout.processes} process{'es' if layout.processes > 1 else ''} "
+        f"= {layout.sequences} sequences an update{' on average' if shape else ''}, {epoch} updates an epoch, {total} in all"
+    )
+
+
+def earlier_state(
+    config: TrainConfig, identity: dict[str, Any], say: Callable[[str], None]
+) -> tuple[Path, dict[str, Any]] | None:
+    """The checkpoint to go on from and its state, None to begin. Raises Fault if it is damaged or of another run."""
+    output = Path(config.output_dir)
+    found: Path | None
+    if config.resume in ("auto", "never"):
+        found = checkpoints.newest_whole(output, say)
+    else:
+        found = Path(config.resume)
+        if wrong := checkpoints.damage(found):
+            raise Fault(
+                f"--resume {found}: {wrong}. Give a folder such as {output}/checkpoints/step-00000500, or --resume auto."
+            )
+    if found is None:
+        return None
+    state = checkpoints.read_state(found)
+    if differing := record.differences(state["identity"], identity):
+        raise Fault(
+            f"{found} is of another run: {'; '.join(differing)}. Give the same options and data, or another --output-dir."
+        )
+    return found, state
+
+
+def diverged(what: str, step: int, output: Path) -> Fault:
+    """The fault that ends a run whose numbers are none any more; it names the last checkpoint from before."""
+    whole = [s for s in checkpoints.steps(output) if not checkpoints.damage(checkpoints.folder_of(output, s))]
+    last = (
+        f"the last good checkpoint is {checkpoints.folder_of(output, whole[-1])}"
+        if whole
+        else "there is no checkpoint yet"
+    )
+    return Fault(
+        f"training diverged at update {step}: {what}; {last}. Try a lower --lr, a longer --warmup-ratio, or bf16 (--accelerate ddp-bf16).",
+        DIVERGED,
+    )
+
+
+def on_main(accelerator: Any, work: Callable[[], None]) -> None:
+    """Do ``work`` in the main process while the others wait. A Fault in it ends all of them, and is told once."""
+    fault = None
+    if accelerator.is_main_process:
+        try:
+            work()
+        except Fault as e:
+            fault = e
+    if accelerator.num_processes > 1:
+        code = torch.tensor([fault.code if fault else 0], device=accelerator.device)
+        torch.distributed.broadcast(code, 0)
+        if not accelerator.is_main_process and code.item():
+            raise SystemExit(int(code.item()))
+    if fault:
+        raise fault
