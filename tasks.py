@@ -11,7 +11,9 @@ from invoke import Context, Exit, task
 
 from app.errors import Fault
 from app.host import images, locks, programs, testing
+from app.host.doctor import diagnose, smoke_arguments
 from app.host.variants import choose_several
+from app.smoke.explain import main as explain_file
 
 
 def told(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -42,6 +44,26 @@ def build(context: Context, cuda: str = "", base: str = "", no_cache: bool = Fal
 def train(context: Context, cuda: str = "", runtime: str = "auto") -> None:
     """Train: ./inv train -- TRAINER ARGUMENTS; --runtime auto, docker or venv."""
     programs.run("train", behind_dashes(), cuda, runtime)
+
+
+@told
+def smoke(
+    context: Context, cuda: str = "", gpus: str = "auto", json: str = "", sweep: bool = False, runtime: str = "auto"
+) -> None:
+    """Check where training runs what it needs: GPUs, links, NCCL, container; --gpus auto or N, --json FILE, --sweep."""
+    programs.run("smoke", smoke_arguments(gpus, json, sweep), cuda, runtime)
+
+
+@told
+def doctor(context: Context, cuda: str = "", record: str = "", from_: str = "", json: str = "") -> None:
+    """Check this host and say which variant to build; --record DIR keeps what was read, --from DIR judges that."""
+    raise Exit(code=diagnose(cuda, record, from_, json))
+
+
+@told
+def explain(context: Context, file: str) -> None:
+    """Name the cause of a failure from a log FILE, and the next command."""
+    raise Exit(code=explain_file([file]))
 
 
 @told

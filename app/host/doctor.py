@@ -10,10 +10,10 @@ import argparse
 import sys
 from pathlib import Path
 
-from app.errors import Fault
+from app.errors import WRONG_INPUT, Fault
 from app.hardware.report import FAILED, Report, exit_code, show, timed, write_json
 from app.host import doctor_docker, doctor_gpus, doctor_host, doctor_read
-from app.host.variants import PINNED, Variant, choose, variants
+from app.host.variants import PINNED, ROOT, Variant, choose, variants
 
 
 def examine(readings: doctor_read.Readings, known: dict[str, Variant], asked: str | None = None) -> list[Report]:
@@ -74,6 +74,20 @@ def diagnose(
         write_json(Path(json_file), "doctor", text, reports)
     print(text)
     return exit_code(reports)
+
+
+def smoke_arguments(gpus: str, json_file: str, sweep: bool, root: Path = ROOT) -> list[str]:
+    """What ``./inv smoke`` hands to the program inside the environment.
+
+    A JSON file must lie inside the project folder, which is what a container sees; else Fault (exit code 2).
+    """
+    arguments = ["--gpus", gpus] if gpus != "auto" else []
+    if json_file:
+        path = Path(json_file).absolute()
+        if root not in path.parents:
+            raise Fault(f"--json {json_file}: a container sees only {root}; give a path inside it", WRONG_INPUT)
+        arguments += ["--json", str(path.relative_to(root))]
+    return [*arguments, "--sweep"] if sweep else arguments
 
 
 def main(arguments: list[str] | None = None) -> int:

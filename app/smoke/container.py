@@ -203,7 +203,7 @@ def folders() -> dict[str, Path]:
     """Every folder that training writes to, by what it is for."""
     home = Path(os.environ.get("HOME", "/"))
     found = {
-        "working folder": Path.cwd(),
+        "output": Path.cwd() / "out",
         "temporary files": Path(tempfile.gettempdir()),
         "Hugging Face cache": Path(os.environ.get("HF_HOME", home / ".cache" / "huggingface")),
     }

@@ -5,10 +5,10 @@ from __future__ import annotations
 import socket
 import sys
 from dataclasses import dataclass
-from threading import Thread
 
-from app.hardware.report import Report, passed
-from app.smoke.ranks import Ranks, ranks_report, run_ranks
+from app.hardware.report import Report, passed, warning
+from app.smoke.explain import explain
+from app.smoke.ranks import ranks_report, run_ranks
 from app.smoke.stage import Outcome, Stage, broken, module, reports_of
 
 #: Seconds. Generous, because a cold disk and two cores make an import slow; a stage that works never comes near them.
@@ -45,47 +45,57 @@ def launch_command(target: str = "app.smoke.launched") -> list[str]:
 
 
 def check_cpu() -> Prepared:
-    """Run environment, devices, data loader, gloo and accelerate together; ends after LIMIT seconds at the latest."""
-    environment = Stage(module("app.smoke.environment"), limit=LIMIT, quiet=QUIET, extra=THREADS)
-    devices = Stage(module("app.smoke.devices"), limit=LIMIT, quiet=QUIET)
-    loader = Stage(module("app.smoke.loader"), limit=LIMIT, quiet=QUIET, extra=THREADS)
+    """Run environment, devices, data loader and accelerate together; ends after twice LIMIT seconds at the latest."""
+    # The launcher first: it imports torch before its processes do, so it takes longest.
     # On the CPU whatever the machine has: this is about the launcher. NCCL between the GPUs has its own stages.
     launch = Stage(launch_command(), limit=LIMIT, quiet=QUIET, extra={**THREADS, "ACCELERATE_USE_CPU": "true"})
-    found: list[Ranks] = []
-    gloo = Thread(
-        target=lambda: found.append(run_ranks(module("app.smoke.gloo"), 2, limit=LIMIT, quiet=QUIET, extra=THREADS))
-    )
-    gloo.start()
+    environment = Stage(module("app.smoke.environment"), limit=LIMIT, quiet=QUIET, extra=THREADS)
+    loader = Stage(module("app.smoke.loader"), limit=LIMIT, quiet=QUIET, extra=THREADS)
+    devices = Stage(module("app.smoke.devices"), limit=LIMIT, quiet=QUIET)
     ended = [stage.outcome() for stage in (environment, devices, loader, launch)]
-    gloo.join()
     reports = reports_of("environment", ended[0], "rebuild the environment: ./inv build --cuda V --no-cache")
     reports += reports_of("data loader", ended[2], "fewer --num-workers; more /dev/shm")
-    reports += [gloo_report(found[0]), launch_report(ended[3])]
+    reports += launch_reports(ended[3])
     return Prepared(reports, ended[0], ended[1])
 
 
-def gloo_report(ranks: Ranks) -> Report:
-    """The verdict on two processes with gloo."""
-    if not ranks.finished:
-        return ranks_report(
-            "gloo",
-            ranks,
-            "torch.distributed cannot work between processes of this machine",
-            "GLOO_SOCKET_IFNAME=lo; a resolvable host name; no firewall on the loopback interface",
-        )
+def gloo_report(seconds: float) -> Report:
+    """A passed report on gloo."""
     report = passed("gloo", "2 processes: all_reduce, broadcast and all_gather, every value compared")
-    report.seconds = round(ranks.seconds, 2)
+    report.seconds = round(seconds, 2)
     return report
 
 
-def launch_report(outcome: Outcome) -> Report:
-    """The verdict on `accelerate launch` of two processes."""
+def check_gloo() -> Report:
+    """Two processes with gloo, without Accelerate."""
+    ranks = run_ranks(module("app.smoke.gloo"), 2, limit=LIMIT, quiet=QUIET, extra=THREADS)
+    if ranks.finished:
+        return gloo_report(ranks.seconds)
+    return ranks_report(
+        "gloo",
+        ranks,
+        "torch.distributed cannot work between processes of this machine",
+        "GLOO_SOCKET_IFNAME=lo; a resolvable host name; no firewall on the loopback interface",
+    )
+
+
+def launch_reports(outcome: Outcome) -> list[Report]:
+    """The verdicts on gloo and on `accelerate launch` of two processes, which exchange values over gloo.
+
+    Where the launch breaks, gloo is tried without it, so that it is clear which of the two is at fault.
+    """
     name = "accelerate launch"
-    if not outcome.finished or outcome.data.get("world") != 2:
-        report = broken(name, outcome, "read the end of its output in the JSON report; ./inv verify proves the image")
+    if outcome.finished and outcome.data.get("world") == 2:
+        told = f"2 processes on {outcome.data['device']}: gather and one averaged step equal to hand calculation"
+        report = passed(name, told)
+        report.seconds = round(outcome.seconds, 2)
+        return [gloo_report(0.0), report]
+    known = explain(outcome.output)
+    gloo = check_gloo()
+    if known is not None and known.name == "torchrun-python-311":
+        # Known of one variant and no fault of the machine: the trainer starts its processes without torch's launcher.
+        report = warning(name, "torchrun and accelerate launch do not start processes here", known.cause, known.fix)
+        report.seconds = round(outcome.seconds, 2)
     else:
-        report = passed(
-            name, f"2 processes on {outcome.data['device']}: gather and one averaged step equal to hand calculation"
-        )
-    report.seconds = round(outcome.seconds, 2)
-    return report
+        report = broken(name, outcome, "read the end of its output in the JSON report; ./inv verify proves the image")
+    return [gloo, report]

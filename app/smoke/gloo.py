@@ -1,4 +1,4 @@
-"""One rank of the CPU check of torch.distributed: the gloo backend, every value compared."""
+"""The CPU's collectives: gloo, every value compared. Runs as a rank of its own, or inside another program."""
 
 from __future__ import annotations
 
@@ -9,9 +9,8 @@ from app.smoke.stage import begin, finish, mark
 
 
 def main() -> None:
-    """Join the other ranks and run all_reduce, broadcast and all_gather. Raises AssertionError on a wrong value."""
+    """Join the other ranks and compare what they exchange."""
     begin()
-    import torch
     import torch.distributed as dist
 
     rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
@@ -23,31 +22,38 @@ def main() -> None:
         world_size=world,
         timeout=timedelta(seconds=60),
     )
+    exchange(rank, world)
+    mark("leave")
+    dist.barrier()
+    dist.destroy_process_group()
+    finish(gloo=world)
+
+
+def exchange(rank: int, world: int) -> None:
+    """Collectives in the default group, which must be of gloo. Raises ValueError on a wrong value."""
+    import torch
+    import torch.distributed as dist
+
     size = 1 << 16
     base = torch.arange(size, dtype=torch.float32) % 251
     mark("all_reduce")
     values = base + 1000 * rank
     dist.all_reduce(values)
     expected = base * world + 1000 * sum(range(world))
-    if not torch.equal(values, expected):
-        raise ValueError(
-            f"rank {rank}: all_reduce gave wrong values in {int((values != expected).sum())} of {size} places"
-        )
+    wrong = int((values != expected).sum())
+    if wrong:
+        raise ValueError(f"rank {rank}: gloo's all_reduce gave wrong values in {wrong} of {size} places")
     mark("broadcast")
     values = base.clone() if rank == 0 else torch.zeros(size)
     dist.broadcast(values, src=0)
     if not torch.equal(values, base):
-        raise ValueError(f"rank {rank}: broadcast did not bring rank 0's values")
+        raise ValueError(f"rank {rank}: gloo's broadcast did not bring rank 0's values")
     mark("all_gather")
     parts = [torch.zeros(size) for _ in range(world)]
     dist.all_gather(parts, base + rank)
     for peer, part in enumerate(parts):
         if not torch.equal(part, base + peer):
-            raise ValueError(f"rank {rank}: all_gather brought wrong values from rank {peer}")
-    mark("leave")
-    dist.barrier()
-    dist.destroy_process_group()
-    finish(world=world)
+            raise ValueError(f"rank {rank}: gloo's all_gather brought wrong values from rank {peer}")
 
 
 if __name__ == "__main__":

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from app.smoke.gloo import exchange
 from app.smoke.stage import begin, finish, mark
 
 WORLD = 2
 
 
 def main() -> None:
-    """Gather from every process, take one data-parallel step and compare it with the step computed by hand."""
+    """Gather, exchange values over gloo, take one data-parallel step; everything is compared with arithmetic."""
     begin()
     import torch
     from accelerate import Accelerator
@@ -21,6 +22,7 @@ def main() -> None:
     ranks = accelerator.gather(torch.tensor([rank], device=accelerator.device)).tolist()
     if ranks != list(range(WORLD)):
         raise ValueError(f"gather returned {ranks}")
+    exchange(rank, WORLD)
 
     mark(f"step on rank {rank}")
     model = torch.nn.Linear(4, 1, bias=False)
@@ -37,7 +39,7 @@ def main() -> None:
     mark(f"leave on rank {rank}")
     accelerator.wait_for_everyone()
     if accelerator.is_main_process:
-        finish(device=str(accelerator.device), world=WORLD)
+        finish(device=str(accelerator.device), world=WORLD, gloo=WORLD)
     accelerator.end_training()
 
 

@@ -382,6 +382,14 @@ def test_settings() -> None:
     assert status(LD_LIBRARY_PATH="/usr/local/cuda/compat").status == "warning"
 
 
+def test_what_smoke_is_asked(tmp_path: Path) -> None:
+    assert doctor.smoke_arguments("auto", "", False) == []
+    inside = doctor.smoke_arguments("2", str(tmp_path / "out" / "s.json"), True, root=tmp_path)
+    assert inside == ["--gpus", "2", "--json", "out/s.json", "--sweep"]
+    with pytest.raises(Fault, match="inside it"):
+        doctor.smoke_arguments("auto", "/elsewhere/s.json", False, root=tmp_path)
+
+
 # ---- recordings
 
 

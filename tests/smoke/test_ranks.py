@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from app.smoke.cpu import gloo_report
+from app.smoke.cpu import check_gloo
 from app.smoke.ranks import Ranks, ranks_report, run_ranks
 from app.smoke.stage import module
 
@@ -16,10 +16,8 @@ def faulty(fault: str, quiet: float = 60) -> Ranks:
 
 
 def test_two_good_ranks() -> None:
-    ranks = run_ranks(module("app.smoke.gloo"), 2, limit=120, quiet=60, extra={"OMP_NUM_THREADS": "1"})
-    report = gloo_report(ranks)
+    report = check_gloo()
     assert report.status == "passed", report
-    assert ranks.outcomes[0].marks[-1] == "leave"
 
 
 def test_a_killed_rank_is_named() -> None:
