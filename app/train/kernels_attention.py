@@ -1,4 +1,3 @@
-# ruff: noqa: PLR0917 (a kernel takes its tensors in order)
 # mypy: disable-error-code="no-untyped-def"
 """Triton attention for packed rows of short sequences, forward and backward.
 
@@ -22,7 +21,8 @@ from torch import Tensor
 from app.train.kernels_rows import dropped, keep_scale, keeps, keeps_across
 
 LOG2E = 1.4426950408889634
-TILE = 64  #: rows of a program, and of each step of its loop
+TILE = 64  #: rows of a program
+STEP = 32  #: rows of each turn of its loop: fewer registers than 64, so more programs side by side
 
 
 def tiles(cu_seqlens: Tensor, tokens: int) -> Tensor:
@@ -43,7 +43,7 @@ def tiles(cu_seqlens: Tensor, tokens: int) -> Tensor:
 @triton.jit(do_not_specialize=["seed"])
 def _forward(
     qkv, out, lse, plan, seed, tokens, scale,
-    HEADS: tl.constexpr, WIDTH: tl.constexpr, TILE: tl.constexpr, DROPPED: tl.constexpr, SAVE: tl.constexpr,
+    HEADS: tl.constexpr, WIDTH: tl.constexpr, TILE: tl.constexpr, STEP: tl.constexpr, DROPPED: tl.constexpr, SAVE: tl.constexpr,
 ):  # fmt: skip
     head = tl.program_id(0) % HEADS
     plan += tl.program_id(0) // HEADS * 3
@@ -58,8 +58,8 @@ def _forward(
     top = tl.full([TILE], float("-inf"), tl.float32)
     total = tl.zeros([TILE], tl.float32)
     mixed = tl.zeros([TILE, WIDTH], tl.float32)
-    for step in range(0, length, TILE):
-        column = step + tl.arange(0, TILE)
+    for step in range(0, length, STEP):
+        column = step + tl.arange(0, STEP)
         there = column < length
         place = column[:, None] * (3 * HEADS * WIDTH) + width[None, :]
         key = tl.load(qkv + place + HEADS * WIDTH, mask=there[:, None], other=0.0)
@@ -83,7 +83,7 @@ def _forward(
 @triton.jit(do_not_specialize=["seed"])
 def _backward_queries(
     qkv, out, lse, grad, dqkv, delta, sums, plan, seed, tokens, scale, slope,
-    HEADS: tl.constexpr, WIDTH: tl.constexpr, TILE: tl.constexpr, DROPPED: tl.constexpr,
+    HEADS: tl.constexpr, WIDTH: tl.constexpr, TILE: tl.constexpr, STEP: tl.constexpr, DROPPED: tl.constexpr,
 ):  # fmt: skip
     head = tl.program_id(0) % HEADS
     plan += tl.program_id(0) // HEADS * 3
@@ -106,8 +106,8 @@ def _backward_queries(
     drift = tl.sum(dout.to(tl.float32) * mixed.to(tl.float32), 1)
     tl.store(delta + line, drift, mask=inside)
     dquery = tl.zeros([TILE, WIDTH], tl.float32)
-    for step in range(0, length, TILE):
-        column = step + tl.arange(0, TILE)
+    for step in range(0, length, STEP):
+        column = step + tl.arange(0, STEP)
         there = column < length
         place = column[:, None] * (3 * HEADS * WIDTH) + width[None, :]
         key = tl.load(qkv + place + HEADS * WIDTH, mask=there[:, None], other=0.0)
@@ -128,7 +128,7 @@ def _backward_queries(
 @triton.jit(do_not_specialize=["seed"])
 def _backward_keys(
     qkv, lse, grad, dqkv, delta, sums, plan, seed, tokens, scale, slope,
-    HEADS: tl.constexpr, WIDTH: tl.constexpr, TILE: tl.constexpr, DROPPED: tl.constexpr,
+    HEADS: tl.constexpr, WIDTH: tl.constexpr, TILE: tl.constexpr, STEP: tl.constexpr, DROPPED: tl.constexpr,
 ):  # fmt: skip
     head = tl.program_id(0) % HEADS
     plan += tl.program_id(0) // HEADS * 3
@@ -150,8 +150,8 @@ def _backward_keys(
     value = tl.load(qkv + place + 2 * HEADS * WIDTH, mask=there[:, None], other=0.0)
     dkey = tl.zeros([TILE, WIDTH], tl.float32)
     dvalue = tl.zeros([TILE, WIDTH], tl.float32)
-    for step in range(0, length, TILE):
-        row = step + tl.arange(0, TILE)
+    for step in range(0, length, STEP):
+        row = step + tl.arange(0, STEP)
         inside = row < length
         query = tl.load(qkv + row[:, None] * (3 * HEADS * WIDTH) + width[None, :], mask=inside[:, None], other=0.0)
         dout = tl.load(grad + row[:, None] * (HEADS * WIDTH) + width[None, :], mask=inside[:, None], other=0.0)
@@ -187,7 +187,7 @@ def attend(qkv: Tensor, plan: Tensor, dropout: float, seed: int, save: bool) -> 
     lse = torch.empty((heads, tokens) if save else (0,), dtype=torch.float32, device=qkv.device)
     _forward[(len(plan) * heads,)](
         qkv, out, lse, plan, seed, tokens, LOG2E * width**-0.5,
-        HEADS=heads, WIDTH=width, TILE=TILE, DROPPED=dropped(dropout), SAVE=save, num_warps=4, num_stages=2,
+        HEADS=heads, WIDTH=width, TILE=TILE, STEP=STEP, DROPPED=dropped(dropout), SAVE=save, num_warps=4, num_stages=3,
     )  # fmt: skip
     return out, lse
 
@@ -200,8 +200,8 @@ def attend_backward(
     dqkv, delta = torch.empty_like(qkv), torch.empty_like(lse)
     sums = torch.empty((len(plan), 3 * heads * width), dtype=torch.float32, device=qkv.device)
     tail = (dqkv, delta, sums, plan, seed, tokens, LOG2E * width**-0.5, width**-0.5)
-    sizes = {"HEADS": heads, "WIDTH": width, "TILE": TILE, "DROPPED": dropped(dropout)}
+    sizes = {"HEADS": heads, "WIDTH": width, "TILE": TILE, "STEP": STEP, "DROPPED": dropped(dropout)}
     grid = (len(plan) * heads,)
-    _backward_queries[grid](qkv, out, lse, grad, *tail, **sizes, num_warps=4, num_stages=2)
-    _backward_keys[grid](qkv, lse, grad, *tail, **sizes, num_warps=4, num_stages=2)
+    _backward_queries[grid](qkv, out, lse, grad, *tail, **sizes, num_warps=4, num_stages=3)
+    _backward_keys[grid](qkv, lse, grad, *tail, **sizes, num_warps=4, num_stages=1, maxnreg=128)
     return dqkv, sums.sum(0)

@@ -1,4 +1,3 @@
-# ruff: noqa: PLR0917 (a kernel takes its tensors in order)
 # mypy: disable-error-code="no-untyped-def"
 """Triton kernels for all that is not a matrix product: normalisation, dropout, residual, GELU, cross-entropy.
 
@@ -13,8 +12,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-NORM_PROGRAMS = 12  #: backward programs of a norm, per multiprocessor
-GELU_ROWS = 512  #: rows whose bias gradient one program adds up
+NORM_PROGRAMS = 16  #: backward programs of a norm, per multiprocessor
+GELU_ROWS = 256  #: rows whose bias gradient one program adds up
 
 
 @triton.jit
@@ -314,8 +313,8 @@ def gelu_backward_(da: Tensor, u: Tensor) -> Tensor:
     rows, size = u.shape
     groups = triton.cdiv(rows, GELU_ROWS)
     sums = u.new_empty((groups, size), dtype=torch.float32)
-    _gelu_backward[(groups, triton.cdiv(size, 256))](
-        da, u, sums, rows, SIZE=size, GROUP=GELU_ROWS, ROWS=8, COLUMNS=256, num_warps=4
+    _gelu_backward[(groups, triton.cdiv(size, 128))](
+        da, u, sums, rows, SIZE=size, GROUP=GELU_ROWS, ROWS=16, COLUMNS=128, num_warps=4
     )
     return sums.sum(0)
 

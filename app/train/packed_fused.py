@@ -1,4 +1,3 @@
-# ruff: noqa: PLR0917 (autograd functions take positional arguments only)
 """The packed forward and backward of BERT's encoder and vocabulary head, written out over Triton kernels and cuBLAS.
 
 A layer is one autograd function: its backward pass is written by hand, so that residual gradients are summed inside

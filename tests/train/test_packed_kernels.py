@@ -160,20 +160,23 @@ def test_whole_model(task: str, types: bool, monkeypatch: pytest.MonkeyPatch) ->
     want = gradients(model, want_loss)
     model.float()
     for dtype in DTYPES:
-        monkeypatch.setattr(packed_fused, "usable", lambda _: True)
-        monkeypatch.setattr(packed_fused, "half_type", lambda _, dtype=dtype: dtype)
-        with torch.autocast(DEVICE, dtype, enabled=GPU):
-            loss = packed.loss(model, batch)
-        got = {name: grad / SCALE for name, grad in gradients(model, loss * SCALE).items()}
-        monkeypatch.undo()
-        assert loss.dtype == torch.float32
-        assert off(loss, want_loss) < close(dtype)
+        found = []
+        for fused in (False, True):
+            monkeypatch.setattr(packed_fused, "usable", lambda _, fused=fused: fused)
+            monkeypatch.setattr(packed_fused, "half_type", lambda _, dtype=dtype: dtype)
+            with torch.autocast(DEVICE, dtype, enabled=GPU):
+                loss = packed.loss(model, batch)
+            assert loss.dtype == torch.float32
+            assert off(loss, want_loss) < close(dtype)
+            found.append({name: grad / SCALE for name, grad in gradients(model, loss * SCALE).items()})
+            monkeypatch.undo()
+        plain, got = found
         assert got.keys() == want.keys()
         for name, value in want.items():
             if "key.bias" in name:  # its true gradient is 0
                 assert got[name].norm() < close(dtype) * want[name.replace("key", "query")].norm() * 10
-            else:
-                assert off(got[name], value) < 5 * close(dtype), name
+            else:  # the gradients of queries are small differences: as wrong as torch's own in this precision is right
+                assert off(got[name], value) < 2 * off(plain[name], value) + close(dtype), name
         with torch.no_grad(), torch.autocast(DEVICE, dtype, enabled=GPU):
             monkeypatch.setattr(packed_fused, "half_type", lambda _, dtype=dtype: dtype)
             hidden = packed_fused.encode(model.bert, batch)

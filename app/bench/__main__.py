@@ -1,0 +1,111 @@
+"""``python -m app.bench``: this project beside Hugging Face's Trainer, on this machine, in one run.
+
+    python -m app.bench                    every figure: BERT-base and large on a GPU, BERT-mini on a CPU (minutes)
+    python -m app.bench --json bench.json  the same, and all numbers in a file
+    python -m app.bench --only mlm         one part: mlm, classify, predict or large
+
+The last line of stdout is one JSON object.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import sys
+import time
+from collections.abc import Callable, Sequence
+from datetime import datetime, timezone
+from importlib import metadata
+from typing import Any
+
+PARTS = ("mlm", "classify", "predict", "large")
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Run the chosen parts and print the tables; returns the exit code."""
+    parser = argparse.ArgumentParser(prog="python -m app.bench", description=(__doc__ or "").split("\n\n")[0])
+    parser.add_argument("--json", metavar="FILE", help="write all numbers to FILE")
+    parser.add_argument("--only", nargs="+", choices=PARTS, default=list(PARTS), help="the parts to run; default: all")
+    parser.add_argument("--windows", type=int, default=5, help="measured windows of each contender (default 5)")
+    options = parser.parse_args(arguments)
+    if options.windows < 1:
+        parser.error(f"--windows is {options.windows}, allowed is 1 or more")
+    import torch
+
+    from app.bench import suites
+
+    gpu = torch.cuda.is_available()
+    began = time.monotonic()
+    report: dict[str, Any] = {"machine": machine(), "matrix_tflops": round(suites.matrix_rate() / 1e12, 1)}
+    results, figures = suites.run(options.only, options.windows, gpu, progress)
+    report["results"] = [result.as_dict() for result in results]
+    report["figures"] = [figure.as_dict(report["matrix_tflops"]) for figure in figures]
+    report["seconds"] = round(time.monotonic() - began, 1)
+    print(table(report))
+    if options.json:
+        with open(options.json, "w", encoding="utf-8") as file:
+            json.dump(report, file, indent=2)
+            file.write("\n")
+    print(json.dumps(report))
+    return 0
+
+
+def progress(line: str) -> None:
+    """Says on stderr what is being measured."""
+    print(line, file=sys.stderr, flush=True)
+
+
+def machine() -> dict[str, Any]:
+    """Where and when, and the versions that decide speed."""
+    import torch
+
+    versions = {}
+    for name in ("torch", "transformers", "accelerate", "triton"):
+        try:
+            versions[name] = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            versions[name] = "none"
+    return {
+        "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+        "gpu": torch.cuda.get_device_name(0) if torch.cuda.is_available() else "none",
+        "cpu": platform.processor() or platform.machine(),
+        "cores": len(os.sched_getaffinity(0)),
+        "variant": os.environ.get("KIT_VARIANT", ""),
+        **versions,
+    }
+
+
+def table(report: dict[str, Any]) -> str:
+    """The report as text."""
+    where = report["machine"]
+    lines = [
+        f"{where['gpu'] if where['gpu'] != 'none' else 'CPU'}, {where['cores']} cores, torch {where['torch']}, "
+        f"transformers {where['transformers']}, {where['date']}",
+        f"measured matrix rate {report['matrix_tflops']} TFLOP/s; useful tokens are those that are not padding; "
+        "median (lowest to highest) of the windows",
+        "",
+        f"{'':52}{'useful tokens/s':>16}{'lowest to highest':>24}{'windows':>9}{'% of rate':>11}{'GiB':>8}{'KB a token':>12}",
+    ]
+    for row in report["results"]:
+        share = 100 * row["useful_tflops"] / report["matrix_tflops"]
+        spread = f"{row['lowest']:,} to {row['highest']:,}"
+        memory = f"{row['peak_memory_gib']:>8.1f}{row['memory_bytes_a_useful_token'] / 1e3:>12.0f}"
+        lines.append(
+            f"{row['name']:52}{row['useful_tokens_per_s']:>16,}{spread:>24}{row['windows']:>9}"
+            + (f"{share:>11.1f}" if row["useful_tflops"] else f"{'':>11}")
+            + (memory if row["peak_memory_gib"] else "")
+        )
+    if report["figures"]:
+        lines += ["", f"{'':76}{'measured':>12}{'must':>9}{'aim':>9}"]
+    lines += [
+        f"{row['name']:76}{row['measured']:>12,}{row['must']:>9,}{row['aim']:>9,}  {row['verdict']}"
+        for row in report["figures"]
+    ]
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    run: Callable[[Sequence[str]], int] = main
+    sys.exit(run(sys.argv[1:]))

@@ -1,0 +1,145 @@
+"""Which contenders meet in what, and the figures that come of it."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from statistics import median
+from typing import Any
+
+import torch
+
+from app.bench import contenders, material
+from app.bench.contenders import Plan, Result
+from app.measure.flops import of_bert
+
+USUAL = "HF Trainer, padded to 512"
+GROUPED = "HF Trainer, grouped by length"
+DYNAMIC = "HF Trainer, dynamic padding"
+ROW_TOKENS = 65536  #: of our packed rows on a GPU
+
+
+@dataclass(frozen=True)
+class Figure:
+    """One line of the goals: a ratio or a rate, with what it must and should be. ``share``: percent of the matrix rate."""
+
+    name: str
+    value: float
+    must: float
+    aim: float
+    share: bool = False
+    smaller: bool = False
+
+    def as_dict(self, matrix_tflops: float) -> dict[str, Any]:
+        value = 100 * self.value / matrix_tflops if self.share else self.value
+        reached = [value <= goal if self.smaller else value >= goal for goal in (self.must, self.aim)]
+        verdict = "aim reached" if reached[1] else "must reached" if reached[0] else "below must"
+        measured = round(value) if value > 1000 else round(value, 2)
+        return {"name": self.name, "measured": measured, "must": self.must, "aim": self.aim, "verdict": verdict}
+
+
+def matrix_rate() -> float:
+    """FLOP/s of a large matrix product here: fp16 of random numbers on a GPU, fp32 on a CPU; median of 9."""
+    gpu = torch.cuda.is_available()
+    size = 8192 if gpu else 1024
+    a, b = torch.randn(2, size, size, device="cuda" if gpu else "cpu", dtype=torch.float16 if gpu else torch.float32)
+    times = []
+    for _ in range(12):
+        if gpu:
+            torch.cuda.synchronize()
+        begin = time.perf_counter()
+        a @ b
+        if gpu:
+            torch.cuda.synchronize()
+        times.append(time.perf_counter() - begin)
+    return 2 * size**3 / median(times[3:])
+
+
+def run(parts: Sequence[str], windows: int, gpu: bool, say: Callable[[str], None]) -> tuple[list[Result], list[Figure]]:
+    """Measure the parts; on a CPU all with BERT-mini, smaller batches and no ``large``."""
+    results: dict[str, Result] = {}
+    size = "bert-base" if gpu else "bert-mini"
+    store = material.rows(60000 if gpu else 2000)
+    mean = float(store.lengths.mean())
+    packed_batch = int(ROW_TOKENS / mean) if gpu else 16
+    small, large = (32, 128) if gpu else (8, 16)
+    plan = Plan(windows, 10, 20) if gpu else Plan(windows, 1, 1)
+
+    def measure(name: str, work: Callable[..., Result], task: str, size: str, *rest: Any, **named: Any) -> None:
+        say(f"measuring {name}")
+        result = work(name, task, size, store, *rest, **named)
+        result.operations_a_token = _operations(task, size, store)
+        results[name] = result
+
+    if "mlm" in parts:
+        label = f"{size} MLM"
+        measure(f"{label}, {USUAL}, batch {small}", contenders.hugging_face, "mlm", size, small, plan, width=512)
+        measure(f"{label}, {DYNAMIC}, batch {large}", contenders.hugging_face, "mlm", size, large, plan)
+        measure(f"{label}, {GROUPED}, batch {large}", contenders.hugging_face, "mlm", size, large, plan, grouped=True)
+        measure(f"{label}, packed", contenders.ours, "mlm", size, packed_batch, plan, "packed")
+    if "classify" in parts:
+        label = f"{size} classification"
+        measure(
+            f"{label}, {GROUPED}, batch {large}", contenders.hugging_face, "classify", size, large, plan, grouped=True
+        )
+        measure(f"{label}, packed", contenders.ours, "classify", size, packed_batch, plan, "packed")
+    if "large" in parts and gpu:
+        measure("bert-large MLM, packed", contenders.ours, "mlm", "bert-large", packed_batch, plan, "packed")
+    found = list(results.values())
+    if "predict" in parts:
+        say("measuring prediction")
+        few = material.rows(8192 if gpu else 256, seed=1)
+        found += contenders.prediction(size, few, 128 if gpu else 32, packed_batch, windows)
+    return found, figures({result.name: result for result in found}, gpu)
+
+
+def _operations(task: str, size: str, store: material.Rows) -> float:
+    """Useful operations to train on one token of these rows."""
+    from transformers import BertConfig
+
+    from app.train.model import PRESETS
+
+    layers, hidden = PRESETS[size]
+    config = BertConfig(
+        vocab_size=material.VOCABULARY, num_hidden_layers=layers, hidden_size=hidden, intermediate_size=4 * hidden
+    )
+    tokens, squares = int(store.lengths.sum()), int((store.lengths**2).sum())
+    targets = int(material.target_counts(store.lengths, material.MASK_FRACTION).sum())
+    return of_bert(config, task).training(tokens, squares, targets, len(store)) / tokens
+
+
+def figures(results: dict[str, Result], gpu: bool) -> list[Figure]:
+    """The goals that these results can speak to: on a GPU those set for one H200, on a CPU being faster than the peers."""
+
+    def find(*words: str) -> Result | None:
+        return next((r for name, r in results.items() if all(word in name for word in words)), None)
+
+    made: list[Figure] = []
+
+    def ratio(name: str, mine: Result | None, other: Result | None, must: float, aim: float) -> None:
+        if mine and other:
+            made.append(Figure(name, mine.rate / other.rate, *((must, aim) if gpu else (1.0, 1.0))))
+
+    mine, classify, large = find("MLM, packed"), find("classification, packed"), find("bert-large")
+    mine = None if mine is large else mine
+    ratio("MLM against HF Trainer at its best (grouped by length), times", mine, find("MLM", GROUPED), 4, 5)
+    ratio("MLM against the usual recipe (padded to 512), times", mine, find("MLM", USUAL), 10, 12)
+    ratio("classification against HF Trainer grouped by length, times", classify, find("classif", GROUPED), 3, 4)
+    predicted = find("prediction, packed")
+    ratio("prediction against HF in arrival order, times", predicted, find("arrival order"), 4, 5)
+    ratio("prediction against HF sorted by length, times", predicted, find("sorted by length"), 1.3, 1.6)
+    if gpu and mine:
+        made.append(Figure("MLM, useful operations, % of the measured matrix rate", _tflops(mine), 50, 60, share=True))
+        if dynamic := find("MLM", DYNAMIC):
+            value = mine.peak_bytes / mine.tokens_an_update / (dynamic.peak_bytes / dynamic.tokens_an_update)
+            made.append(
+                Figure("memory a useful token against HF dynamic padding, times", value, 0.3, 0.2, smaller=True)
+            )
+    if gpu and large:
+        made.append(Figure("BERT-large, useful tokens/s", large.rate, 230_000, 260_000))
+    return made
+
+
+def _tflops(result: Result) -> float:
+    return result.rate * result.operations_a_token / 1e12

@@ -1,0 +1,104 @@
+"""The benchmark counts what was consumed, and its verdicts follow from its numbers."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from app.bench import contenders, material, suites
+from app.bench.__main__ import machine, table
+from app.bench.contenders import Plan, Result
+
+PLAN = Plan(windows=2, updates=1, warmup=1)
+
+
+@pytest.fixture(autouse=True)
+def short(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(material, "LONGEST", 32)
+
+
+def test_rows_are_the_same_whenever_asked_for() -> None:
+    store = material.rows(50)
+    assert store.lengths.min() >= 8
+    assert store.lengths.max() <= 32
+    ids, bounds = store.ids(np.array([3, 7, 3]))
+    assert (ids[bounds[0] : bounds[1]] == ids[bounds[2] : bounds[3]]).all()
+    assert ids[0] == material.CLS
+    assert ids[bounds[1] - 1] == material.SEP
+
+
+def test_masks_follow_berts_recipe() -> None:
+    store = material.Rows(np.full(300, 32), np.zeros(300, np.int32))
+    kept = masks = total = 0
+    for row in range(300):
+        ids, labels = material.masked(store, row)
+        chosen = labels != -100
+        assert chosen.sum() == round(30 * 0.15)
+        assert not chosen[[0, -1]].any()
+        assert (labels[chosen] == store.one(row)[chosen]).all()
+        assert (ids[~chosen] == store.one(row)[~chosen]).all()
+        total += chosen.sum()
+        masks += (ids[chosen] == material.MASK).sum()
+        kept += (ids[chosen] == labels[chosen]).sum()
+    assert masks / total == pytest.approx(0.8, abs=0.05)
+    assert kept / total == pytest.approx(0.1, abs=0.04)
+
+
+@pytest.mark.parametrize("task", ["mlm", "classify"])
+def test_contenders_count_the_tokens_they_consumed(task: str) -> None:
+    """All rows have one length, so that the tokens of an update are known."""
+    store = material.Rows(np.full(64, 16), np.arange(64, dtype=np.int32) % 2)
+    theirs = contenders.hugging_face("theirs", task, "bert-tiny", store, 4, PLAN, width=32)
+    mine = contenders.ours("mine", task, "bert-tiny", store, 4, PLAN, "packed")
+    assert theirs.tokens_an_update == 4 * 16
+    assert mine.tokens_an_update == pytest.approx(128)  # rows of 128 tokens, the smallest there are
+    for result in (theirs, mine):
+        assert len(result.windows) == 2
+        assert min(result.windows) > 0
+        assert result.as_dict()["lowest"] <= result.as_dict()["useful_tokens_per_s"] <= result.as_dict()["highest"]
+
+
+def test_packed_prediction_must_agree() -> None:
+    results = contenders.prediction("bert-tiny", material.rows(40), 8, 16, 1)
+    assert [len(result.windows) for result in results] == [1, 1, 1]
+
+
+def test_disagreeing_predictions_are_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    logits = contenders.packed.classification_logits
+    monkeypatch.setattr(contenders.packed, "classification_logits", lambda model, batch: -logits(model, batch))
+    with pytest.raises(RuntimeError, match="agrees with padded prediction"):
+        contenders.prediction("bert-tiny", material.rows(40), 8, 16, 1)
+
+
+def test_verdicts() -> None:
+    def result(name: str, rate: float, peak: int = 0) -> Result:
+        return Result(name, [rate, rate * 2, rate / 2], peak, 1000.0, 1e9)
+
+    names = {
+        "bert-base MLM, packed": result("mine", 450.0, 10**9),
+        f"bert-base MLM, {suites.GROUPED}, batch 128": result("grouped", 100.0),
+        f"bert-base MLM, {suites.USUAL}, batch 32": result("usual", 50.0),
+        f"bert-base MLM, {suites.DYNAMIC}, batch 128": result("dynamic", 60.0, 10**10),
+    }
+    made = {f.name: f.as_dict(matrix_tflops=1.0) for f in suites.figures(names, gpu=True)}
+    assert len(made) == 4
+    best, usual, share, memory = made.values()
+    assert (best["measured"], best["verdict"]) == (4.5, "must reached")
+    assert (usual["measured"], usual["verdict"]) == (9.0, "below must")
+    assert (share["measured"], share["verdict"]) == (45.0, "below must")
+    assert (memory["measured"], memory["verdict"]) == (0.1, "aim reached")
+
+
+def test_table_shows_every_result_and_figure() -> None:
+    rows = [Result("someone", [1000.0], 2**30, 100.0, 1e9)]
+    figure = suites.Figure("speed, times", 2.0, 1.0, 3.0)
+    report = {
+        "machine": machine(), "matrix_tflops": 100.0,
+        "results": [r.as_dict() for r in rows], "figures": [figure.as_dict(100.0)],
+    }  # fmt: skip
+    text = table(report)
+    assert "someone" in text
+    assert "1,000" in text
+    assert "must reached" in text
+    assert torch.__version__.split("+")[0] in text
