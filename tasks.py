@@ -47,6 +47,12 @@ def train(context: Context, cuda: str = "", runtime: str = "auto") -> None:
 
 
 @told
+def bench(context: Context, cuda: str = "", runtime: str = "auto") -> None:
+    """Measure training and prediction here beside Hugging Face's: ./inv bench -- --json FILE; minutes."""
+    programs.run("bench", behind_dashes(), cuda, runtime)
+
+
+@told
 def smoke(
     context: Context, cuda: str = "", gpus: str = "auto", json: str = "", sweep: bool = False, runtime: str = "auto"
 ) -> None:
