@@ -75,24 +75,18 @@ class Collator:
     ) -> tuple[dict[str, Any], int]:
         shape = self.shape
         assert shape is not None
-        row = np.zeros(shape.tokens, np.int64)
-        positions = np.arange(shape.tokens) % shape.longest  # what padding has; real tokens are overwritten
-        row[: len(ids)] = ids
-        positions[: len(ids)] = np.arange(len(ids)) - np.repeat(bounds[:-1], lengths)
-        padding = np.append(np.arange(len(ids), shape.tokens, shape.longest), shape.tokens)
-        starts = np.full(shape.entries + 1, shape.tokens, np.int32)
-        starts[: len(bounds) - 1 + len(padding)] = np.concatenate([bounds[:-1], padding])
         size = shape.targets if self.masking else shape.sequences
         where, what = np.zeros(size, np.int64), np.full(size, IGNORED, np.int64)
         where[: len(chosen)], what[: len(targets)] = chosen, targets
-        made: dict[str, Any] = {
+        row, positions, starts = packed_row(ids, bounds, shape)
+        arrays = {
             "input_ids": row,
             "position_ids": positions,
             "cu_seqlens": starts,
             "target_positions": where,
             "targets": what,
         }
-        made = {k: torch.from_numpy(v) for k, v in made.items()}
+        made: dict[str, Any] = {k: torch.from_numpy(v) for k, v in arrays.items()}
         made.update(token_type_ids=None, max_seqlen=shape.longest)
         if self.host_lengths:
             made["lengths"] = tuple(np.diff(starts).tolist())
@@ -132,6 +126,22 @@ class Collator:
                 "targets": targets,
             }.items()
         }, block.size
+
+
+def packed_row(ids: np.ndarray, bounds: np.ndarray, shape: PackedShape) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Sequences end to end (``ids`` and their ``bounds``) as a row of fixed shape.
+
+    Returns input ids int64 [tokens], positions int64 [tokens], and cu_seqlens int32 [entries + 1]. The padding at the end is sequences of its own
+    of at most ``longest`` tokens, so that no kernel meets a longer one than it was told.
+    """
+    row = np.zeros(shape.tokens, np.int64)
+    row[: len(ids)] = ids
+    positions = (np.arange(shape.tokens) - len(ids)) % shape.longest
+    positions[: len(ids)] = np.arange(len(ids)) - np.repeat(bounds[:-1], np.diff(bounds))
+    padding = np.append(np.arange(len(ids), shape.tokens, shape.longest), shape.tokens)
+    starts = np.full(shape.entries + 1, shape.tokens, np.int32)
+    starts[: len(bounds) - 1 + len(padding)] = np.concatenate([bounds[:-1], padding])
+    return row, positions, starts
 
 
 class MicroBatches(torch.utils.data.Dataset[MicroBatch]):

@@ -41,13 +41,17 @@ class Row(NamedTuple):
 
 @dataclass(frozen=True)
 class Source:
-    """Which columns to read from files of which form. ``label_column`` "" reads no label."""
+    """Which columns to read from files of which form. ``label_column`` "" reads no label.
+
+    ``empty_texts``: an empty text, and a blank line of a text file, is a row like any other (prediction owes every row an answer).
+    """
 
     text_column: str
     label_column: str
     encoding: str
     delimiter: str
     on_bad_row: str
+    empty_texts: bool = False
 
 
 @dataclass
@@ -112,7 +116,7 @@ Cells = tuple[int, "tuple[Any, Any] | BadRow"]
 def _text_of(value: Any, source: Source) -> str:
     if not isinstance(value, str):
         raise BadRow(f"{source.text_column!r} is {json.dumps(value, default=str)[:60]}, not a text")
-    if not value.strip():
+    if not value.strip() and not source.empty_texts:
         raise BadRow(f"{source.text_column!r} is empty")
     return value
 
@@ -267,7 +271,7 @@ def _text(path: str, source: Source, counts: Counts) -> Iterator[Cells]:
         )
     with _lines(path, source, newline=None) as f:
         for number, line in enumerate(f, 1):
-            if line.strip():
+            if line.strip() or source.empty_texts:
                 yield number, (line.rstrip("\n"), None)
             else:
                 counts.blank += 1

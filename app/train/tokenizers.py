@@ -35,6 +35,7 @@ class BertTokenizer:
     mask: int
     vocabulary: Vocabulary
     fingerprint: str  # sha256 of the backend's JSON
+    model_max_length: int  # of tokenizer_config.json; 2^30 where it names none
 
 
 def wrap(folder: Path) -> BertTokenizer:
@@ -60,7 +61,12 @@ def wrap(folder: Path) -> BertTokenizer:
         special[number] = piece in SPECIAL and piece != "[UNK]"
         continues[number] = piece.startswith("##")
     ids = [vocabulary[t] for t in SPECIAL]
-    return BertTokenizer(folder, backend, *ids, Vocabulary(size, vocabulary["[MASK]"], special, continues), fingerprint)
+    settings = folder / "tokenizer_config.json"
+    named = json.loads(settings.read_text(encoding="utf-8")).get("model_max_length") if settings.is_file() else None
+    length = int(min(named, 2**30)) if isinstance(named, (int, float)) else 2**30
+    return BertTokenizer(
+        folder, backend, *ids, Vocabulary(size, vocabulary["[MASK]"], special, continues), fingerprint, length
+    )
 
 
 def load(name: str, cache: Path) -> BertTokenizer:
