@@ -56,7 +56,7 @@ def run(wanted: int | None, sweep: bool) -> list[Report]:
     count = len(machine.gpus) if machine else 0
     reports = prepared.reports + timed(lambda: check_container(count)) + gpu_reports
     if machine is None or not count:
-        why = gpu_reports[-1].summary
+        why = "no GPU can be used here, see above"
         return [*reports, *(skipped_gpu_check(name, why) for name in GPU_CHECKS)]
     if any(report.status == FAILED and report.name in ("driver", "CUDA start") for report in gpu_reports):
         return [*reports, *(skipped_gpu_check(name, "the driver cannot run this CUDA") for name in GPU_CHECKS)]

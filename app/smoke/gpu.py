@@ -120,7 +120,11 @@ def fp16_step(device: Any) -> str:
     model.to(device)
     before = [p.detach().clone() for p in model.parameters()]
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    scaler = torch.amp.GradScaler("cuda") if hasattr(torch.amp, "GradScaler") else torch.cuda.amp.GradScaler()
+    # A scale at which nothing overflows here, so that gradients which are not finite mean a fault.
+    if hasattr(torch.amp, "GradScaler"):
+        scaler = torch.amp.GradScaler("cuda", init_scale=1024.0)
+    else:
+        scaler = torch.cuda.amp.GradScaler(init_scale=1024.0)
     with torch.autocast("cuda", dtype=torch.float16):
         loss = model(rows.to(device)).float().square().mean()
     scaler.scale(loss).backward()

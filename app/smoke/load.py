@@ -158,10 +158,13 @@ def load(index: int, watcher: Watcher) -> Report:
 
     name = f"GPU {index} load"
     device = torch.device("cuda", index)
-    dtype_name = "bf16" if torch.cuda.get_device_capability(index) >= (8, 0) else "fp16"
-    dtype = torch.bfloat16 if dtype_name == "bf16" else torch.float16
+    capability = torch.cuda.get_device_capability(index)
+    # Before Volta half precision is emulated or slow, and one large product would take longer than this check.
+    dtype_name = "bf16" if capability >= (8, 0) else "fp16" if capability >= (7, 0) else "fp32"
+    dtype = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}[dtype_name]
     mark("full load")
-    size = 8192 if torch.cuda.mem_get_info(index)[0] > 4 << 30 else 2048
+    roomy = torch.cuda.mem_get_info(index)[0] > 4 << 30
+    size = 8192 if roomy and capability >= (7, 0) else 4096 if roomy else 2048
     a = torch.randn(size, size, device=device, dtype=dtype)
     b = torch.randn(size, size, device=device, dtype=dtype)
     out = torch.empty(size, size, device=device, dtype=dtype)
