@@ -58,8 +58,9 @@ def run(wanted: int | None, sweep: bool) -> list[Report]:
     if machine is None or not count:
         why = "no GPU can be used here, see above"
         return [*reports, *(skipped_gpu_check(name, why) for name in GPU_CHECKS)]
-    if any(report.status == FAILED and report.name in ("driver", "CUDA start") for report in gpu_reports):
-        return [*reports, *(skipped_gpu_check(name, "the driver cannot run this CUDA") for name in GPU_CHECKS)]
+    for report in gpu_reports:
+        if report.status == FAILED:
+            return [*reports, *(skipped_gpu_check(name, f"'{report.name}' failed") for name in GPU_CHECKS)]
     return reports + check_gpus(machine, sweep)
 
 

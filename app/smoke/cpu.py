@@ -15,6 +15,9 @@ from app.smoke.stage import Outcome, Stage, broken, module, reports_of
 LIMIT, QUIET = 150.0, 90.0
 #: One thread each: several of these run at once.
 THREADS = {"OMP_NUM_THREADS": "1"}
+#: The launch is checked on the CPU whatever the machine has; NCCL between the GPUs has its own stages. The GPUs must be
+#: hidden: Accelerate's barrier names a GPU by the number of the process even on the CPU.
+ON_THE_CPU = {"ACCELERATE_USE_CPU": "true", "CUDA_VISIBLE_DEVICES": ""}
 
 
 @dataclass
@@ -47,8 +50,7 @@ def launch_command(target: str = "app.smoke.launched") -> list[str]:
 def check_cpu() -> Prepared:
     """Run environment, devices, data loader and accelerate together; ends after twice LIMIT seconds at the latest."""
     # The launcher first: it imports torch before its processes do, so it takes longest.
-    # On the CPU whatever the machine has: this is about the launcher. NCCL between the GPUs has its own stages.
-    launch = Stage(launch_command(), limit=LIMIT, quiet=QUIET, extra={**THREADS, "ACCELERATE_USE_CPU": "true"})
+    launch = Stage(launch_command(), limit=LIMIT, quiet=QUIET, extra={**THREADS, **ON_THE_CPU})
     environment = Stage(module("app.smoke.environment"), limit=LIMIT, quiet=QUIET, extra=THREADS)
     loader = Stage(module("app.smoke.loader"), limit=LIMIT, quiet=QUIET, extra=THREADS)
     devices = Stage(module("app.smoke.devices"), limit=LIMIT, quiet=QUIET)

@@ -105,7 +105,7 @@ def judge_devices(
         return [*reports, _libcuda(cuda)], none
     seen = in_cuda_order(machine, cuda)
     reports.append(
-        passed("CUDA start", f"cuInit works, {len(cuda['devices'])} devices, driver for CUDA {cuda['version']}")
+        passed("CUDA start", f"cuInit works, GPUs visible: {len(cuda['devices'])}, driver for CUDA {cuda['version']}")
         if wanted is None or len(cuda["devices"]) >= wanted
         else failed(
             "CUDA start",

@@ -23,6 +23,12 @@ def test_table_of_two_gpus() -> None:
     assert [gpu.name for gpu in parse_smi_table(text_of("smi", "2xquadro-table")).gpus] == ["Quadro RTX 4000"] * 2
 
 
+def test_table_of_one_h200() -> None:
+    machine = parse_smi_table(text_of("smi", "one-h200-table"))
+    assert (machine.driver, machine.cuda_driver) == ("580.159.04", "13.0")
+    assert [(gpu.name, gpu.memory_mib) for gpu in machine.gpus] == [("NVIDIA H200", 143771)]
+
+
 def test_header_of_an_old_driver() -> None:
     machine = parse_smi_table(text_of("smi", "old-driver-header"))
     assert (machine.driver, machine.cuda_driver) == ("470.161.03", "11.4")

@@ -13,7 +13,7 @@ RECORDINGS = Path(__file__).parent / "recordings"
 
 def text_of(kind: str, name: str) -> str:
     source, _, text = (RECORDINGS / kind / f"{name}.txt").read_text(encoding="utf-8").partition("\n")
-    assert source.startswith("# recorded from a public report: "), f"{name} does not say where it comes from"
+    assert source.startswith("# recorded "), f"{name} does not say where it comes from"
     return text
 
 
@@ -53,6 +53,7 @@ LAYOUTS: dict[str, tuple[int, int, dict[tuple[int, int], str], dict[int, tuple[s
         {5: ("24-47,72-95", "1")},
     ),
     "4gpu-nv4-empty-cpu-affinity": (4, 3, {(2, 3): "NV4"}, {0: ("0", "0"), 2: ("", "1")}),
+    "one-h200-580": (1, 0, {(0, 0): "X"}, {0: ("0-15", "0")}),
     "one-gpu-gb10": (1, 0, {(0, 0): "X"}, {0: ("0-19", "0")}),
     "v100-numa-na": (1, 0, {(0, 0): "X"}, {0: ("0-31", "")}),
     "5x5090-node-phb": (5, 0, {(0, 4): "NODE", (3, 4): "PHB"}, {4: ("0-63", "0")}),

@@ -103,7 +103,7 @@ def test_kernel_module_and_library_of_different_versions() -> None:
 
 
 def test_open_kernel_module_line_is_read_too() -> None:
-    text = "NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  580.159.04  Release Build\n"
+    text = "NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  580.159.04  Release Build  (nixbld@)\n"
     assert doctor_gpus.module_version(text) == "580.159.04"
     assert doctor_gpus.module_version(None) is None
 
@@ -431,7 +431,10 @@ def test_wrong_recordings_are_refused(tmp_path: Path) -> None:
 
 
 #: Machines that were really recorded with --record, and the verdict on each.
-RECORDED = {"cpu-debian-12": "use ./inv build --cuda 12.1"}
+RECORDED = {
+    "cpu-debian-12": "use ./inv build --cuda 12.1",
+    "one-h200-virtual-machine": "use ./inv build --cuda 13.0",
+}
 
 
 def test_recorded_machines_are_judged() -> None:
