@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import inspect
 import json
+import zlib
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
 from torch.nn import functional as F
 
-from app.errors import WRONG_MACHINE, Fault
+from app.errors import WRONG_INPUT, WRONG_MACHINE, Fault
 from app.train import packed
 from app.train.config import TrainConfig
 from app.train.data import TrainingData
@@ -60,7 +62,8 @@ def choose(config: TrainConfig) -> Choice:
         from app.train.tokenizers import unreachable
 
         raise Fault(
-            unreachable("model configuration", config.model, e), 2 if Path(config.model).is_dir() else WRONG_MACHINE
+            unreachable("model configuration", config.model, e),
+            WRONG_INPUT if Path(config.model).is_dir() else WRONG_MACHINE,
         ) from None
     if found.model_type != "bert":
         raise Fault(
@@ -88,14 +91,12 @@ def build(choice: Choice, config: TrainConfig, data: TrainingData, say: Callable
         more["label2id"] = {n: i for i, n in enumerate(data.label_names)}
     if config.dropout >= 0:
         more["hidden_dropout_prob"] = more["attention_probs_dropout_prob"] = config.dropout
-    torch.manual_seed(config.seed)
     if not choice.source:
         layers, hidden = PRESETS[choice.name]
-        # A multiple of 128 keeps the head's matrix products on the fast path; the pieces beyond the tokenizer's are never targets.
-        size = -(-data.tokenizer.vocabulary.size // 128) * 128
-        return kind(
+        made = kind(
             BertConfig(
-                vocab_size=size,
+                # A multiple of 128 keeps the head's products on the fast path; pieces beyond the tokenizer's are never targets.
+                vocab_size=-(-data.tokenizer.vocabulary.size // 128) * 128,
                 hidden_size=hidden,
                 num_hidden_layers=layers,
                 num_attention_heads=hidden // 64,
@@ -105,29 +106,50 @@ def build(choice: Choice, config: TrainConfig, data: TrainingData, say: Callable
                 **more,
             )
         )
+        initialise(made, None, config.seed)
+        return made
     try:
         model, info = kind.from_pretrained(
-            choice.source, output_loading_info=True, ignore_mismatched_sizes=True, torch_dtype=torch.float32, **more
+            choice.source, output_loading_info=True, ignore_mismatched_sizes=True, **more
         )
     except (OSError, ValueError, RuntimeError) as e:
         from app.train.tokenizers import unreachable
 
-        raise Fault(
-            unreachable("weights", choice.source, e), 2 if Path(choice.source).is_dir() else WRONG_MACHINE
-        ) from None
-    body = [k for k in info["missing_keys"] if ".encoder." in k or ".embeddings." in k]
+        code = WRONG_INPUT if Path(choice.source).is_dir() else WRONG_MACHINE
+        raise Fault(unreachable("weights", choice.source, e), code) from None
+    fresh = {str(k[0] if isinstance(k, tuple) else k) for k in (*info["missing_keys"], *info["mismatched_keys"])}
+    if body := sorted(k for k in fresh if (".encoder." in k or ".embeddings." in k) and "position_ids" not in k):
+        raise Fault(f"{choice.source} lacks weights of its own layers, {body[0]} first; it is no whole BERT.")
     if any(p.dtype != torch.float32 for p in model.parameters()):
         say(f"model: the weights of {choice.source} are in half precision; they are trained in float32")
         model = model.float()
-    if [k for k in body if "position_ids" not in k]:
-        raise Fault(f"{choice.source} lacks weights of its own layers, {body[0]} first; it is no whole BERT.")
-    fresh = sorted(
-        {k.rsplit(".", 1)[0] for k in info["missing_keys"]}
-        | {str(k[0] if isinstance(k, tuple) else k).rsplit(".", 1)[0] for k in info["mismatched_keys"]}
-    )
     if fresh:
-        say(f"model: {', '.join(fresh)} start from new weights; {choice.source} has none that fit")
+        say(
+            f"model: {', '.join(sorted({k.rsplit('.', 1)[0] for k in fresh}))} start from new weights; {choice.source} has none that fit"
+        )
+        initialise(model, fresh, config.seed)
     return model
+
+
+def initialise(model: nn.Module, names: set[str] | None, seed: int) -> None:
+    """Give the parameters in ``names`` (None: all) new weights, as BERT does: normal with the configuration's deviation, biases 0, norms 1.
+
+    Each follows from ``seed`` and its name by NumPy's PCG64, so that every version of torch and transformers begins with the same numbers.
+    """
+    deviation = model.config.initializer_range  # type: ignore[union-attr]
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if names is not None and name not in names:
+                continue
+            if parameter.ndim < 2:
+                parameter.fill_(1.0 if name.endswith("LayerNorm.weight") else 0.0)
+                continue
+            draw = np.random.Generator(np.random.PCG64([seed, zlib.crc32(name.encode())]))
+            parameter.copy_(
+                torch.from_numpy(draw.standard_normal(tuple(parameter.shape), np.float32) * np.float32(deviation))
+            )
+            if name.endswith("word_embeddings.weight"):
+                parameter[model.config.pad_token_id].zero_()  # type: ignore[union-attr]
 
 
 def save_beside(model: nn.Module, data: TrainingData, folder: Path) -> None:

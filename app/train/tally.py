@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import resource
 from typing import Any
 
 import torch
@@ -118,14 +119,18 @@ class Tally:
         return values
 
     def summary(self) -> dict[str, Any]:
-        """The run's sums for the last line of stdout; rates are of this process's life, its first logged window left out."""
+        """The run's sums for the last line of stdout; memory and rates are of this process's life, its first logged window left out."""
         lived = (
             self.steady
             if self.steady["seconds"]
             else {"seconds": self.run["seconds"], "useful": self.run["useful"], "sequences": self.run["sequences"]}
         )
         per = max(lived["seconds"], 1e-9)
+        memory = {"peak_host_memory_gib": round(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20, 3)}
+        if torch.cuda.is_initialized():
+            memory["peak_memory_gib"] = round(torch.cuda.max_memory_allocated() / 2**30, 3)
         return {
+            **memory,
             "sequences": int(self.run["sequences"]),
             "useful_tokens": int(self.run["useful"]),
             "training_seconds": round(self.run["seconds"], 3),
