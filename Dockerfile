@@ -12,11 +12,11 @@ ARG CUDA
 
 FROM ${KIT_BASE} AS base
 ARG CUDA
-# Python first, then what variant.toml asks for: read by the Python just installed, so that versions and packages stay data.
-# Lists, caches and logs lie on tmpfs: they hold times and never reach the image. Likewise ldconfig's cache of what it saw
-# (aux-cache) and Debian's .pyc files, which are made again on use.
+# Only packages.txt decides what this layer holds beyond Python; each stage mounts the one file that it reads, so that a
+# change elsewhere in pinned/ leaves it cached. Lists, caches (ldconfig's aux-cache too) and logs lie on tmpfs: they hold
+# times and never reach the image, nor do Debian's .pyc files.
 # The secrets are optional: `ca` is a bundle of certificate authorities, `apt` a sources.list of the user's own mirror.
-RUN --mount=type=bind,source=pinned,target=/tmp/pinned \
+RUN --mount=type=bind,source=pinned/${CUDA}/packages.txt,target=/tmp/packages.txt \
     --mount=type=secret,id=ca,target=/tmp/ca.crt \
     --mount=type=secret,id=apt,target=/tmp/apt.list \
     --mount=type=tmpfs,target=/var/lib/apt/lists \
@@ -24,7 +24,6 @@ RUN --mount=type=bind,source=pinned,target=/tmp/pinned \
     --mount=type=tmpfs,target=/var/log \
     set -eux; \
     : "${CUDA:?build with --build-arg CUDA=VARIANT, a folder of pinned/}"; \
-    test -f "/tmp/pinned/$CUDA/variant.toml"; \
     export DEBIAN_FRONTEND=noninteractive PYTHONDONTWRITEBYTECODE=1; \
     apt() { \
         set -- "$@" -y -q --no-install-recommends -o Acquire::Retries=3; \
@@ -33,10 +32,7 @@ RUN --mount=type=bind,source=pinned,target=/tmp/pinned \
         apt-get "$@"; \
     }; \
     apt update; \
-    apt install ca-certificates python3 python3-venv; \
-    packages=$(python3 -c 'import sys, tomllib; print(*tomllib.load(open(sys.argv[1], "rb"))["image"]["packages"])' \
-        "/tmp/pinned/$CUDA/variant.toml"); \
-    if [ -n "$packages" ]; then apt install $packages; fi; \
+    apt install ca-certificates python3 python3-venv $(sed 's/#.*//' /tmp/packages.txt); \
     find /usr -name '*.pyc' -delete; \
     rm -rf /var/lib/dpkg/*-old /etc/ld.so.cache~
 
@@ -47,7 +43,7 @@ ARG CUDA
 # torch inside by accident. Only the lock decides what this layer holds: code comes later.
 # Wheels are kept as files and not in pip's cache of answers: an index that forbids caching would fill that one in vain.
 # The secret `pip` is the user's own pip configuration (index, proxy), optional; its values reach no layer and no history.
-RUN --mount=type=bind,source=pinned,target=/tmp/pinned \
+RUN --mount=type=bind,source=pinned/${CUDA}/requirements.txt,target=/tmp/requirements.txt \
     --mount=type=secret,id=ca,target=/tmp/ca.crt \
     --mount=type=secret,id=pip,target=/tmp/pip.conf \
     --mount=type=cache,target=/tmp/wheels,id=kit-wheels,sharing=shared \
@@ -58,8 +54,7 @@ RUN --mount=type=bind,source=pinned,target=/tmp/pinned \
     if [ -s /tmp/pip.conf ]; then export PIP_CONFIG_FILE=/tmp/pip.conf; fi; \
     python3 -m venv /tmp/pip/venv; \
     python3 -m venv --without-pip /opt/venv; \
-    set -- --no-cache-dir --progress-bar off --no-deps --only-binary :all: --require-hashes \
-        -r "/tmp/pinned/$CUDA/requirements.txt"; \
+    set -- --no-cache-dir --progress-bar off --no-deps --only-binary :all: --require-hashes -r /tmp/requirements.txt; \
     /tmp/pip/venv/bin/pip --python /opt/venv/bin/python download "$@" --find-links /tmp/wheels --dest /tmp/wheels; \
     /tmp/pip/venv/bin/pip --python /opt/venv/bin/python install "$@" --find-links /tmp/wheels --no-index --no-compile; \
     python3 -m compileall -q -j 0 --invalidation-mode unchecked-hash /opt/venv

@@ -133,7 +133,7 @@ def read_variant(folder: Path) -> Variant:
             not_served=data["gpus"]["not_served"],
             can=data["can"],
             huggingface=data["huggingface"],
-            packages=tuple(data["image"]["packages"]),
+            packages=_words(folder / "packages.txt"),
             gigabytes=float(data["image"]["gigabytes"]),
         )
     except KeyError as error:
@@ -192,6 +192,12 @@ def lock_settings(pinned: Path = PINNED) -> dict[str, Any]:
 def locks_date(pinned: Path = PINNED) -> int:
     """The date of the locks in seconds since 1970: the time stamp of everything built from them."""
     return int(datetime.fromisoformat(lock_settings(pinned)["as_of"].replace("Z", "+00:00")).timestamp())
+
+
+def _words(path: Path) -> tuple[str, ...]:
+    """The words of a list file, comments aside."""
+    lines = (line.partition("#")[0] for line in path.read_text(encoding="utf-8").splitlines())
+    return tuple(word for line in lines for word in line.split())
 
 
 def _version_key(name: str) -> tuple[int, ...]:

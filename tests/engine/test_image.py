@@ -65,7 +65,7 @@ def test_no_proxy_index_or_certificate_stayed_inside(client: docker.DockerClient
     for value in [pip.get("index-url"), *(os.environ.get(name) for name in network.proxies())]:
         assert not value or value not in kept
     assert "proxy" not in kept.lower().replace("proxies", "")
-    code, said = run(client, variant, "sh", "-c", "ls -A /tmp; find / -xdev -name 'pip*' -path '/opt/venv/*' | head")
+    code, said = run(client, variant, "sh", "-c", "ls -A /tmp; ls /opt/venv/bin | grep '^pip' || true")
     assert (code, said) == (0, "")
 
 
@@ -123,7 +123,8 @@ def test_a_failed_proof_leaves_no_image_and_the_old_name_where_it_was(
     assert caught.value.code == WRONG_MACHINE
     said = capfd.readouterr().out
     assert "six is missing, the lock says" in said
-    assert "failed  imports" in said
+    assert "failed  versions" in said
+    assert "passed  training" in said  # later checks run all the same
     with pytest.raises(docker.errors.ImageNotFound):
         client.images.get(broken)
     assert client.images.get(variant.image).id == before
