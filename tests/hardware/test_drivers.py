@@ -106,3 +106,11 @@ def test_ptx_and_odd_names_do_not_count_as_machine_code() -> None:
     assert not serves(["compute_120"], (12, 0))
     assert serves(["sm_90a"], (9, 0))
     assert not serves([], (9, 0))
+
+
+def test_code_for_a_higher_minor_or_another_major_version_does_not_run() -> None:
+    assert not serves(["sm_87"], (8, 6))
+    assert not serves(["sm_86"], (8, 0))
+    assert serves(["sm_80"], (8, 9))
+    assert not serves(["sm_90"], (8, 9))
+    assert not serves(["sm_100"], (12, 0))

@@ -42,12 +42,14 @@ def test_a_busy_stage_is_ended_at_its_limit() -> None:
     assert "longer than 2 s" in outcome.words()
 
 
-def test_a_stage_that_ignores_sigterm_and_its_children_are_gone() -> None:
+@pytest.mark.parametrize("ending", ["finish()", "time.sleep(3600)"])
+def test_children_of_a_stage_are_gone_however_it_ends(ending: str) -> None:
     code = (
         "import os, signal, time\nsignal.signal(signal.SIGTERM, signal.SIG_IGN)\n"
-        "child = os.fork()\nif child: tell(child=child)\ntime.sleep(3600)"
+        f"child = os.fork()\nif child:\n    tell(child=child)\n    {ending}\nelse:\n    time.sleep(3600)"
     )
     outcome = stage(code, quiet=1.5).outcome()
+    assert outcome.finished == (ending == "finish()")
     with pytest.raises(ProcessLookupError):
         for _ in range(100):
             os.kill(outcome.data["child"], 0)
