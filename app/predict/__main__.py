@@ -36,13 +36,14 @@ def _predict(config: PredictConfig, arguments: Sequence[str]) -> int:
 
     from app.predict import run
     from app.predict.parts import Parts
-    from app.train import launch, startup, store, tokenizers
+    from app.train import launch, machine, startup, store, tokenizers
 
     worker = launch.is_worker(os.environ)
     if worker:
         launch.die_with_parent()
     run.check_files(config.file)
     found = launch.resolve(config.accelerate, launch.visible_gpus(), os.environ)
+    machine.check_early(found)
     if found.machines > 1:
         raise Fault(
             f"{found.config}: num_machines is {found.machines}; prediction runs on one machine: give each its own files."
@@ -76,6 +77,7 @@ def _predict(config: PredictConfig, arguments: Sequence[str]) -> int:
     device = torch.device("cpu") if found.cpu else torch.device("cuda", local if worker else found.gpus[0])
     if device.type == "cuda":
         torch.cuda.set_device(device)
+        machine.check_device(device)
     loaded = run.load(config, tokenizer, device)
     if rank == 0:
         name = torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"

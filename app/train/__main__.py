@@ -34,7 +34,7 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def _train(config: TrainConfig, arguments: Sequence[str]) -> int:
-    from app.train import data, launch, model, record
+    from app.train import data, launch, machine, model, record
     from app.train.loop import Run
 
     worker = launch.is_worker(os.environ)
@@ -42,6 +42,7 @@ def _train(config: TrainConfig, arguments: Sequence[str]) -> int:
         launch.die_with_parent()
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read once by cuBLAS; needed by --deterministic
     found = launch.resolve(config.accelerate, launch.visible_gpus(), os.environ)
+    machine.check_early(found)
     output = Path(config.output_dir)
     tell = say if int(os.environ.get("RANK", "0")) == 0 else (lambda line: None)
     if not worker and (finished := _look_at_folder(config, output)):

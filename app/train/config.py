@@ -67,7 +67,9 @@ class TrainConfig:
     batch_size: int = option(32, "sequences a device and micro-batch; packed: on average")
     epochs: float = option(3.0, "passes over the training rows")
     max_steps: int = option(0, "stop after this many updates; 0: as --epochs says")
-    lr: float = option(0.0, "peak learning rate; 0: 5e-5 for a pretrained model, 5e-4 from scratch")
+    lr: float = option(
+        0.0, "peak learning rate; 0: 5e-5 for a pretrained model; from scratch 5e-4, and 1e-4 for bert-base and larger"
+    )
     warmup_ratio: float = option(0.06, "share of the updates over which the learning rate rises")
     weight_decay: float = option(0.01, "AdamW weight decay, not on biases and layer norms")
     clip: float = option(1.0, "largest gradient norm; 0: no clipping")

@@ -18,7 +18,7 @@ import torch
 from app.errors import STOPPED
 from app.measure.clock import StepClock
 from app.measure.flops import of_bert
-from app.train import checkpoints, data, model, packed, packed_attention, record, startup
+from app.train import checkpoints, data, machine, model, packed, packed_attention, record, startup
 from app.train.batches import Layout, packed_shape
 from app.train.collate import Collator, MicroBatch, MicroBatches, loader, timetable
 from app.train.config import TrainConfig
@@ -49,13 +49,14 @@ class Run:
         self.accelerator = accelerator = startup.accelerator(config, launch)
         self.main, self.world, self.device = accelerator.is_main_process, accelerator.num_processes, accelerator.device
         self.say = say if self.main else lambda line: None
+        machine.check_device(self.device)
         if config.deterministic:
             torch.use_deterministic_algorithms(True)
 
         self.bert = model.build(choice, config, prepared, self.say)
         self.learner = model.Learner(self.bert, config.task)
-        self.peak = model.peak_rate(config, bool(choice.source))
-        optimizer = model.optimizer_for(self.learner, config, bool(choice.source), self.device)
+        self.peak = model.peak_rate(config, bool(choice.source), self.bert.config.hidden_size)
+        optimizer = model.optimizer_for(self.learner, config, self.peak, self.device)
         self.trained, self.optimizer = accelerator.prepare(self.learner, optimizer)
         self.scaler = accelerator.scaler
 

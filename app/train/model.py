@@ -232,11 +232,12 @@ def optimizer_for(
     fused = (
         {"fused": True} if device.type == "cuda" and "fused" in inspect.signature(torch.optim.AdamW).parameters else {}
     )
-    return torch.optim.AdamW(groups, lr=peak_rate(config, pretrained), betas=(0.9, 0.999), eps=1e-8, **fused)
+    return torch.optim.AdamW(groups, lr=rate, betas=(0.9, 0.999), eps=1e-8, **fused)
 
 
-def peak_rate(config: TrainConfig, pretrained: bool) -> float:
-    return config.lr or (5e-5 if pretrained else 5e-4)
+def peak_rate(config: TrainConfig, pretrained: bool, hidden: int) -> float:
+    """--lr, or a rate by what is trained: 5e-5 to fine-tune; from scratch 5e-4, and 1e-4 from bert-base's width on, as BERT was."""
+    return config.lr or (5e-5 if pretrained else 5e-4 if hidden < 768 else 1e-4)
 
 
 def rate(applied: int, total: int, peak: float, warmup_ratio: float) -> float:
