@@ -10,14 +10,17 @@ from typing import Any
 from invoke import Context, Exit, task
 
 from app.errors import Fault
+from app.host import compare as comparison
 from app.host import images, locks, programs, testing
 from app.host.doctor import diagnose, smoke_arguments
 from app.host.variants import choose_several
 from app.smoke.explain import main as explain_file
 
 
-def told(function: Callable[..., Any]) -> Callable[..., Any]:
-    """A task that tells a user's Fault in one line and ends with its exit code."""
+def told(function: Callable[..., Any] | None = None, **settings: Any) -> Any:
+    """A task that tells a user's Fault in one line and ends with its exit code; ``settings`` are Invoke's."""
+    if function is None:
+        return functools.partial(told, **settings)
 
     @functools.wraps(function)
     def wrapped(*arguments: Any, **named: Any) -> Any:
@@ -26,7 +29,7 @@ def told(function: Callable[..., Any]) -> Callable[..., Any]:
         except Fault as fault:
             raise Exit(f"error: {fault}", fault.code) from None
 
-    return task(wrapped)
+    return task(wrapped, **settings)
 
 
 def behind_dashes() -> list[str]:
@@ -44,6 +47,12 @@ def build(context: Context, cuda: str = "", base: str = "", no_cache: bool = Fal
 def train(context: Context, cuda: str = "", runtime: str = "auto") -> None:
     """Train: ./inv train -- TRAINER ARGUMENTS; --runtime auto, docker or venv."""
     programs.run("train", behind_dashes(), cuda, runtime)
+
+
+@told
+def predict(context: Context, cuda: str = "", runtime: str = "auto") -> None:
+    """Let a trained model label or score files: ./inv predict -- PREDICT ARGUMENTS."""
+    programs.run("predict", behind_dashes(), cuda, runtime)
 
 
 @told
@@ -70,6 +79,12 @@ def doctor(context: Context, cuda: str = "", record: str = "", from_: str = "", 
 def explain(context: Context, file: str) -> None:
     """Name the cause of a failure from a log FILE, and the next command."""
     raise Exit(code=explain_file([file]))
+
+
+@told(iterable=["cuda"])
+def compare(context: Context, cuda: list[str], runtime: str = "auto", tolerance: float = 0.01) -> None:
+    """The same training in several variants: ./inv compare --cuda 11.7 --cuda 12.1 -- TRAINER ARGUMENTS."""
+    raise Exit(code=comparison.compare(cuda, behind_dashes(), runtime, tolerance))
 
 
 @told

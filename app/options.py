@@ -57,7 +57,8 @@ class Check:
     """Gathers every option of ``options`` that is out of range, to raise one Fault for all."""
 
     def __init__(self, options: Any) -> None:
-        self.options, self.wrong = options, []
+        self.options = options
+        self.wrong: list[str] = []
         for f in dataclasses.fields(options):
             if f.metadata.get("choices"):
                 self.need(getattr(options, f.name) in f.metadata["choices"], f.name, " or ".join(f.metadata["choices"]))

@@ -72,7 +72,9 @@ class Run:
         self.tally, self.clock = Tally(), StepClock(self.device)
         self.totals = torch.zeros(2, device=self.device)  # targets of an update, processes that received a signal
         self.work = of_bert(self.bert.config, config.task)
-        self.step, self.best, self.scores, self.evaluation_due = 0, {}, {}, False
+        self.step, self.evaluation_due = 0, False
+        self.best: dict[str, Any] = {}  # the evaluation with the lowest loss, and its step
+        self.scores: dict[str, float] = {}  # the latest evaluation
         self._go_on()
         self.scale = self.scaler.get_scale() if self.scaler else 1.0
         self.described = record.environment() if self.main else {}

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any
-
-import tomllib
 import torch
 
 from app.errors import WRONG_MACHINE, Fault
 from app.hardware import nvml
 from app.hardware.drivers import judge_driver, serves, sm
+from app.host.variants import variants
 from app.train.launch import Launch
-from app.train.record import ROOT
 
 
 def check_early(launch: Launch) -> None:
@@ -52,18 +49,12 @@ def _unserved(name: str, capability: tuple[int, int], kernels: list[str], what_t
     )
 
 
-def variants() -> list[dict[str, Any]]:
-    """The variant.toml of every variant of this checkout or image, oldest CUDA first."""
-    found = [tomllib.loads(path.read_text(encoding="utf-8")) for path in (ROOT / "pinned").glob("*/variant.toml")]
-    return sorted((v for v in found if "gpus" in v), key=lambda v: tuple(map(int, v["cuda"].split("."))))
-
-
 def advice(driver: str | None, capabilities: list[tuple[int, int]]) -> str:
     """Which variant runs here, or what has to change before one can."""
-    serving = [v for v in variants() if all(serves(v["gpus"]["architectures"], c) for c in capabilities)]
-    running = [v for v in serving if driver is None or judge_driver(driver, v["cuda"]).runs]
+    serving = [v for v in variants().values() if all(serves(list(v.architectures), c) for c in capabilities)]
+    running = [v for v in serving if driver is None or judge_driver(driver, v.cuda).runs]
     if running:
-        return f"use the variant that does: ./inv build --cuda {running[-1]['cuda']}"
+        return f"use the variant that does: ./inv build --cuda {running[-1].cuda}"
     if serving:
-        return f"update the driver to {serving[0]['driver']['floor']} or newer, then ./inv build --cuda {serving[0]['cuda']}"
+        return f"update the driver to {serving[0].driver_floor} or newer, then ./inv build --cuda {serving[0].cuda}"
     return "no variant of this project has kernels for it"

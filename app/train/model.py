@@ -221,13 +221,10 @@ class Learner(nn.Module):
         return F.cross_entropy(self.logits(batch).float(), batch["targets"], ignore_index=-100, reduction="sum")
 
 
-def optimizer_for(
-    model: nn.Module, config: TrainConfig, pretrained: bool, device: torch.device
-) -> torch.optim.Optimizer:
+def optimizer_for(model: nn.Module, config: TrainConfig, rate: float, device: torch.device) -> torch.optim.Optimizer:
     """AdamW; no decay on biases and layer norms, as in BERT; fused on a GPU where torch has it."""
-    decayed, plain = [], []
-    for parameter in model.parameters():
-        (plain if parameter.ndim < 2 else decayed).append(parameter)
+    decayed = [p for p in model.parameters() if p.ndim >= 2]
+    plain = [p for p in model.parameters() if p.ndim < 2]
     groups = [{"params": decayed, "weight_decay": config.weight_decay}, {"params": plain, "weight_decay": 0.0}]
     fused = (
         {"fused": True} if device.type == "cuda" and "fused" in inspect.signature(torch.optim.AdamW).parameters else {}

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import IO, Any, NamedTuple
+from typing import Any, NamedTuple
 
 from app.errors import Fault
 
@@ -147,7 +147,7 @@ def _readable(path: str, source: Source) -> Iterator[None]:
         raise Fault(f"{path} cannot be read: {e.strerror or e}.") from None
 
 
-def _bytes(path: str) -> IO[bytes]:
+def _bytes(path: str) -> Any:
     return gzip.open(path, "rb") if path.lower().endswith(".gz") else open(path, "rb")
 
 

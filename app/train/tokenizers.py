@@ -60,13 +60,12 @@ def wrap(folder: Path) -> BertTokenizer:
     for piece, number in vocabulary.items():
         special[number] = piece in SPECIAL and piece != "[UNK]"
         continues[number] = piece.startswith("##")
-    ids = [vocabulary[t] for t in SPECIAL]
+    pad, unk, cls, sep, mask = (vocabulary[t] for t in SPECIAL)
     settings = folder / "tokenizer_config.json"
     named = json.loads(settings.read_text(encoding="utf-8")).get("model_max_length") if settings.is_file() else None
     length = int(min(named, 2**30)) if isinstance(named, (int, float)) else 2**30
-    return BertTokenizer(
-        folder, backend, *ids, Vocabulary(size, vocabulary["[MASK]"], special, continues), fingerprint, length
-    )
+    pieces = Vocabulary(size, mask, special, continues)
+    return BertTokenizer(folder, backend, pad, unk, cls, sep, mask, pieces, fingerprint, length)
 
 
 def load(name: str, cache: Path) -> BertTokenizer:
