@@ -12,10 +12,12 @@ import time
 from pathlib import Path
 
 from app.errors import WRONG_INPUT
+from app.hardware.gpus import Machine
 from app.hardware.report import FAILED, SKIPPED, Report, exit_code, show, timed, write_json
 from app.smoke.container import check_container
-from app.smoke.cpu import check_cpu
+from app.smoke.cpu import check_cpu, launch_reports
 from app.smoke.devices import judge_devices
+from app.smoke.gpu_checks import check_gpus
 from app.smoke.stage import broken
 
 
@@ -43,34 +45,27 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
 
 def run(wanted: int | None, sweep: bool) -> list[Report]:
     """All checks; the GPU ones only where GPUs can be used."""
-    from app.smoke.gpu_checks import check_gpus
-
     prepared = check_cpu()
     facts, devices = prepared.environment.data, prepared.devices
-    if not devices.finished:
-        gpu_reports = [broken("GPUs", devices, "reboot: the driver does not answer; dmesg | grep -i nvrm")]
-        machine = None
-    else:
+    if devices.finished:
         gpu_reports, machine = judge_devices(devices.data, facts.get("cuda"), facts.get("architectures"), wanted)
         gpu_reports[0].seconds = gpu_reports[0].seconds or round(devices.seconds, 2)
-    count = len(machine.gpus) if machine else 0
-    reports = prepared.reports + timed(lambda: check_container(count)) + gpu_reports
-    if machine is None or not count:
-        why = "no GPU can be used here, see above"
-        return [*reports, *(skipped_gpu_check(name, why) for name in GPU_CHECKS)]
-    for report in gpu_reports:
-        if report.status == FAILED:
-            return [*reports, *(skipped_gpu_check(name, f"'{report.name}' failed") for name in GPU_CHECKS)]
-    return reports + check_gpus(machine, sweep)
+    else:
+        gpu_reports = [broken("GPUs", devices, "reboot: the driver does not answer; dmesg | grep -i nvrm")]
+        machine = Machine("none")
+    count = len(machine.gpus)
+    container = timed(lambda: check_container(count))
+    at_fault = next((report.name for report in gpu_reports if report.status == FAILED), "")
+    if count and not at_fault:
+        gpu_reports += check_gpus(machine, sweep)
+    else:
+        why = f"'{at_fault}' failed" if at_fault else "no GPU can be used here, see above"
+        gpu_reports += [Report(name, SKIPPED, f"not made: {why}") for name in GPU_CHECKS]
+    return [*prepared.reports, *launch_reports(prepared.launch.outcome()), *container, *gpu_reports]
 
 
 #: What is skipped where no GPU can be used.
 GPU_CHECKS = ("GPU compute", "GPU load", "topology", "P2P", "NCCL")
-
-
-def skipped_gpu_check(name: str, why: str) -> Report:
-    """A GPU check that was not made."""
-    return Report(name, SKIPPED, f"not made: {why}")
 
 
 def verdict(reports: list[Report]) -> str:

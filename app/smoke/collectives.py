@@ -47,14 +47,15 @@ def main(arguments: list[str] | None = None) -> None:
         world_size=world,
         timeout=timedelta(minutes=10),
     )
-    mark("first all_reduce")
-    check_all_reduce(torch.empty(ROW * 64, device=device), rank, list(range(world)), None)
+    # The pairs come first: where P2P between two GPUs is broken, a collective of all would hang and name nobody.
     for pair in options.pairs:
         i, j = (int(part) for part in pair.split("-"))
         mark(f"pair {pair}")
         group = dist.new_group([i, j])
         if rank in (i, j):
             check_all_reduce(torch.empty(PAIR_BYTES // 4, device=device), rank, [i, j], group)
+    mark("first all_reduce")
+    check_all_reduce(torch.empty(ROW * 64, device=device), rank, list(range(world)), None)
     for megabytes in options.sizes:
         count = fitting(megabytes << 20, world, device)
         for kind in options.kinds:

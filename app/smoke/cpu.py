@@ -22,11 +22,12 @@ ON_THE_CPU = {"ACCELERATE_USE_CPU": "true", "CUDA_VISIBLE_DEVICES": ""}
 
 @dataclass
 class Prepared:
-    """What the CPU checks found, and what the GPU checks need from it."""
+    """What the CPU checks found, what the GPU checks need from it, and the launch, which may still run."""
 
     reports: list[Report]
     environment: Outcome
     devices: Outcome
+    launch: Stage
 
 
 def free_port() -> int:
@@ -48,17 +49,19 @@ def launch_command(target: str = "app.smoke.launched") -> list[str]:
 
 
 def check_cpu() -> Prepared:
-    """Run environment, devices, data loader and accelerate together; ends after twice LIMIT seconds at the latest."""
+    """Run environment, devices, data loader and accelerate together; ends after LIMIT seconds at the latest.
+
+    Does not wait for the launch, which takes longest: the GPUs can be put to work meanwhile.
+    """
     # The launcher first: it imports torch before its processes do, so it takes longest.
     launch = Stage(launch_command(), limit=LIMIT, quiet=QUIET, extra={**THREADS, **ON_THE_CPU})
     environment = Stage(module("app.smoke.environment"), limit=LIMIT, quiet=QUIET, extra=THREADS)
     loader = Stage(module("app.smoke.loader"), limit=LIMIT, quiet=QUIET, extra=THREADS)
     devices = Stage(module("app.smoke.devices"), limit=LIMIT, quiet=QUIET)
-    ended = [stage.outcome() for stage in (environment, devices, loader, launch)]
+    ended = [stage.outcome() for stage in (environment, devices, loader)]
     reports = reports_of("environment", ended[0], "rebuild the environment: ./inv build --cuda V --no-cache")
     reports += reports_of("data loader", ended[2], "fewer --num-workers; more /dev/shm")
-    reports += launch_reports(ended[3])
-    return Prepared(reports, ended[0], ended[1])
+    return Prepared(reports, ended[0], ended[1], launch)
 
 
 def gloo_report(seconds: float) -> Report:

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import os
-import tempfile
+from collections.abc import Set
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 from app.hardware.gpus import Machine
@@ -13,12 +12,12 @@ from app.hardware.health import common_capability, slower_pcie
 from app.hardware.links import peer_copy
 from app.hardware.report import FAILED, PASSED, Report, failed, passed, skipped, warning
 from app.hardware.topology import P2P_WORDS, PATHS
-from app.smoke.nccl import check_nccl, collective_environment
-from app.smoke.ranks import Ranks, ranks_report, run_ranks
+from app.smoke.nccl import LIMIT, QUIET, judge_nccl, run_collectives, size_arguments, sweep_settings
+from app.smoke.nccl_log import parse_log
+from app.smoke.ranks import Ranks, ranks_report
 from app.smoke.stage import Stage, module, reports_of
 
 GPU_LIMIT, GPU_QUIET = 120.0, 60.0
-PAIR_LIMIT, PAIR_QUIET = 240.0, 40.0
 #: After so many pairs that hang or die the rest is not tried: each costs a whole QUIET.
 PATIENCE = 2
 ACS = (
@@ -38,10 +37,25 @@ def check_gpus(machine: Machine, sweep: bool) -> list[Report]:
     if n == 1:
         reports.append(skipped("topology", "one GPU has no neighbour"))
         reports.append(skipped("P2P", "one GPU has no neighbour"))
-    else:
-        reports.append(topology(machine))
-        reports += ladder(machine)
-    return reports + check_nccl(machine, sweep)
+        return reports + judge_nccl(machine, *run_collectives(1, size_arguments(1)))
+    reports.append(topology(machine))
+    pairs = [(i, j) for i in range(n) for j in range(n) if i != j]
+    copied = copy_all(pairs)
+    # One run does pairs and sizes; only where it breaks are pairs tried by themselves.
+    ranks, log = run_collectives(n, [*pair_arguments(n), *size_arguments(n)])
+    broken = [] if ranks.finished else collectives_of_pairs(n, ranks)
+    reports += ladder(machine, pairs, copied, broken)
+    if broken:
+        return [*reports, skipped("NCCL", "not made: a pair of GPUs already fails")]
+    reports += judge_nccl(machine, ranks, log)
+    if sweep and ranks.finished:
+        reports.append(sweep_settings(n, parse_log(log)))
+    return reports
+
+
+def pair_arguments(n: int, skip: Set[tuple[int, int]] = frozenset()) -> list[str]:
+    """Arguments of ``collectives.py`` for every unordered pair of n ranks, without those in ``skip``."""
+    return ["--pairs", *(f"{i}-{j}" for i in range(n) for j in range(i + 1, n) if (i, j) not in skip)]
 
 
 def each_gpu(machine: Machine) -> list[Report]:
@@ -72,27 +86,26 @@ def topology(machine: Machine) -> Report:
 # ---- the ladder: topology, the driver's grant, a verified copy, a verified collective
 
 
-def ladder(machine: Machine) -> list[Report]:
+def ladder(
+    machine: Machine,
+    pairs: list[tuple[int, int]],
+    copied: dict[tuple[int, int], dict[str, Any]],
+    broken: list[Report],
+) -> list[Report]:
     """Every ordered pair up the ladder. One row if all is well, else a row for each pair that is not."""
-    n = len(machine.gpus)
-    pairs = [(i, j) for i in range(n) for j in range(n) if i != j]
-    copied = copy_all(pairs)
-    bad = [judge_copy(machine, pair, copied[pair]) for pair in pairs]
-    reports = [report for report in bad if report.status != PASSED]
-    ranked = collectives_of_pairs(n)
-    seconds = sum(result.get("seconds", 0.0) for result in copied.values())
-    rates = [result["gbs"] for result in copied.values() if "gbs" in result]
-    if not reports and not ranked:
-        granted = sum(bool(result["granted"]) for result in copied.values())
-        rule = judge_copy(machine, pairs[0], copied[pairs[0]]).data["rule"]
-        text = (
-            f"{len(pairs)} ordered pairs: driver grants P2P on {granted}; every copy and all-reduce compared; "
-            f"{min(rates):.1f} to {max(rates):.1f} GB/s ({rule})"
-        )
-        report = passed("P2P", text, pairs={f"{i}>{j}": copied[i, j] for i, j in pairs})
-        report.seconds = round(seconds, 2)
-        return [report]
-    return [*reports, *ranked]
+    judged = [judge_copy(machine, pair, copied[pair]) for pair in pairs]
+    reports = [report for report in judged if report.status != PASSED] + broken
+    if reports:
+        return reports
+    rates = [copied[pair]["gbs"] for pair in pairs]
+    granted = sum(bool(copied[pair]["granted"]) for pair in pairs)
+    text = (
+        f"{len(pairs)} ordered pairs: driver grants P2P on {granted}; every copy and all-reduce compared; "
+        f"{min(rates):.1f} to {max(rates):.1f} GB/s ({judged[0].data['rule']})"
+    )
+    report = passed("P2P", text, pairs={f"{i}>{j}": copied[i, j] for i, j in pairs})
+    report.seconds = round(sum(result.get("seconds", 0.0) for result in copied.values()), 2)
+    return [report]
 
 
 def copy_all(pairs: list[tuple[int, int]], device: str = "cuda:{}") -> dict[tuple[int, int], dict[str, Any]]:
@@ -107,7 +120,7 @@ def copy_all(pairs: list[tuple[int, int]], device: str = "cuda:{}") -> dict[tupl
         if breaks >= PATIENCE:
             results.update({names[name]: {"skipped": f"not tried after {breaks} broken pairs"} for name in left})
             break
-        outcome = Stage(module("app.smoke.pairs", *left), limit=PAIR_LIMIT, quiet=PAIR_QUIET).outcome()
+        outcome = Stage(module("app.smoke.pairs", *left), limit=LIMIT, quiet=QUIET).outcome()
         done = [name for name in left if name in outcome.data]
         for name in done:
             results[names[name]] = outcome.data[name]
@@ -167,50 +180,29 @@ def judge_copy(machine: Machine, pair: tuple[int, int], result: dict[str, Any]) 
     )
 
 
-def run_collectives(
-    world: int, arguments: list[str], extra: dict[str, str] | None = None, devices: list[int] | None = None
-) -> tuple[Ranks, str]:
-    """Run ``collectives.py`` on GPUs and return how it went, with NCCL's own log of all ranks."""
-    with tempfile.TemporaryDirectory(prefix="smoke-nccl-") as folder:
-        each = [{"KIT_DEVICE": str(k)} for k in devices] if devices else None
-        ranks = run_ranks(
-            module("app.smoke.collectives", *arguments),
-            world,
-            limit=PAIR_LIMIT,
-            quiet=PAIR_QUIET,
-            extra={**collective_environment(folder), **(extra or {})},
-            each=each,
-        )
-        log = "\n".join(path.read_text(errors="replace") for path in sorted(Path(folder).glob("nccl.*")))
-    if log and not ranks.finished:  # NCCL's warnings say more than torch's exception
-        warnings = "\n".join(line for line in log.splitlines() if "WARN" in line or "failed" in line)[-4000:]
-        culprit = ranks.culprits()[0]
-        ranks.outcomes[culprit] = replace(
-            ranks.outcomes[culprit], output=ranks.outcomes[culprit].output + "\n" + warnings
-        )
-    return ranks, log
+def collectives_of_pairs(n: int, ranks: Ranks) -> list[Report]:
+    """Find the pairs whose all-reduce breaks, beginning with a run that broke; each gets a control without P2P.
 
-
-def collectives_of_pairs(n: int) -> list[Report]:
-    """An all-reduce within every pair; where one breaks, the same without P2P as the control. Empty if all is well."""
-    left = [(i, j) for i in range(n) for j in range(i + 1, n)]
+    Empty when that run broke elsewhere than in a pair.
+    """
     reports: list[Report] = []
-    while left and len(reports) < PATIENCE:
-        ranks, _ = run_collectives(n, ["--pairs", *(f"{i}-{j}" for i, j in left)])
-        if ranks.finished:
-            return reports
+    done: set[tuple[int, int]] = set()
+    while not ranks.finished:
         at = ranks.outcomes[ranks.culprits()[0]].last
-        pair = next(((i, j) for i, j in left if at == f"pair {i}-{j}"), None)
+        pair = next(((i, j) for i in range(n) for j in range(i + 1, n) if at == f"pair {i}-{j}"), None)
         if pair is None:
-            cause = "the ranks do not come together, whatever the pair"
+            return reports
+        reports.append(judge_pair(pair, ranks))
+        done |= {(i, j) for i in range(n) for j in range(i + 1, n) if (i, j) <= pair}
+        left = pair_arguments(n, done)
+        if len(left) == 1:
+            return reports
+        if len(reports) >= PATIENCE:
             return [
                 *reports,
-                ranks_report("P2P collective", ranks, cause, "./inv smoke --json FILE; look at its output"),
+                skipped("P2P collective", f"{len(left) - 1} pairs not tried after {PATIENCE} broken ones"),
             ]
-        reports.append(judge_pair(pair, ranks))
-        left = left[left.index(pair) + 1 :]
-    if left:
-        reports.append(skipped("P2P collective", f"{len(left)} pairs not tried after {PATIENCE} broken ones"))
+        ranks, _ = run_collectives(n, left)
     return reports
 
 

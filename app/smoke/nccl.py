@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import os
+import tempfile
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 from app.hardware.gpus import Machine
@@ -10,8 +13,11 @@ from app.hardware.health import common_capability, slowest_pcie
 from app.hardware.links import all_reduce, bus_bandwidth
 from app.hardware.report import FAILED, PASSED, Report, failed, passed, skipped, warning
 from app.smoke.nccl_log import NcclLog, parse_log
-from app.smoke.ranks import Ranks, ranks_report
+from app.smoke.ranks import Ranks, ranks_report, run_ranks
+from app.smoke.stage import module
 
+#: Seconds that a run between GPUs may take, and that it may stay without a new step.
+LIMIT, QUIET = 240.0, 40.0
 SIZES_MB = (1, 16, 64, 256, 1024)
 SHOWN_MB = 256
 KINDS = ("all_reduce", "all_gather", "reduce_scatter")
@@ -44,18 +50,42 @@ def collective_environment(folder: str) -> dict[str, str]:
     return {name: value for name, value in wanted.items() if name not in os.environ}
 
 
-def check_nccl(machine: Machine, sweep: bool) -> list[Report]:
-    """Collectives of all sizes between all GPUs; with one GPU only that NCCL starts."""
-    from app.smoke.gpu_checks import run_collectives
+def run_collectives(
+    world: int, arguments: list[str], extra: dict[str, str] | None = None, devices: list[int] | None = None
+) -> tuple[Ranks, str]:
+    """Run ``collectives.py`` on GPUs and return how it went, with NCCL's own log of all ranks."""
+    with tempfile.TemporaryDirectory(prefix="smoke-nccl-") as folder:
+        each = [{"KIT_DEVICE": str(k)} for k in devices] if devices else None
+        ranks = run_ranks(
+            module("app.smoke.collectives", *arguments),
+            world,
+            limit=LIMIT,
+            quiet=QUIET,
+            extra={**collective_environment(folder), **(extra or {})},
+            each=each,
+        )
+        log = "\n".join(path.read_text(errors="replace") for path in sorted(Path(folder).glob("nccl.*")))
+    if log and not ranks.finished:  # NCCL's warnings say more than torch's exception
+        warnings = "\n".join(line for line in log.splitlines() if "WARN" in line or "failed" in line)[-4000:]
+        culprit = ranks.culprits()[0]
+        ranks.outcomes[culprit] = replace(
+            ranks.outcomes[culprit], output=ranks.outcomes[culprit].output + "\n" + warnings
+        )
+    return ranks, log
 
-    n = len(machine.gpus)
-    sizes = [str(size) for size in (SIZES_MB if n > 1 else (1,))]
-    ranks, text = run_collectives(n, ["--sizes", *sizes])
+
+def size_arguments(n: int) -> list[str]:
+    """Arguments of ``collectives.py`` for the sizes that are measured between n GPUs."""
+    return ["--sizes", *(str(size) for size in (SIZES_MB if n > 1 else (1,)))]
+
+
+def judge_nccl(machine: Machine, ranks: Ranks, text: str) -> list[Report]:
+    """The verdicts on collectives between all GPUs; with one GPU only that NCCL starts. ``text`` is NCCL's log."""
     if not ranks.finished:
         cause = "NCCL does not work between these GPUs"
         return [ranks_report("NCCL", ranks, cause, "NCCL_DEBUG=INFO and ./inv explain FILE on the log")]
     log = parse_log(text)
-    if n == 1:
+    if len(machine.gpus) == 1:
         report = passed(
             "NCCL", f"NCCL {log.version or '(version not logged)'} starts; one GPU: no bandwidth to measure"
         )
@@ -63,8 +93,6 @@ def check_nccl(machine: Machine, sweep: bool) -> list[Report]:
         return [report]
     reports = [bandwidth(machine, ranks, log), transport(machine, log)]
     reports[0].seconds = round(ranks.seconds, 2)
-    if sweep:
-        reports.append(sweep_settings(n, log))
     return reports
 
 
@@ -167,8 +195,6 @@ def transport(machine: Machine, log: NcclLog) -> Report:
 
 def sweep_settings(n: int, log: NcclLog) -> Report:
     """Try each setting alone on the 256 MB all-reduce and tell what it is worth against the mean of two plain runs."""
-    from app.smoke.gpu_checks import run_collectives
-
     name = "NCCL sweep"
     arguments = ["--sizes", str(SHOWN_MB), "--kinds", "all_reduce"]
 
