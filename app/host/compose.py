@@ -19,7 +19,7 @@ import docker.errors
 
 from app.errors import WRONG_MACHINE, Fault
 from app.host import engine, network
-from app.host.variants import ROOT, Variant
+from app.host.variants import ROOT, Variant, file_hash
 
 FILE = "docker-compose.yml"
 OVERLAY = ".compose.host.yml"
@@ -27,7 +27,17 @@ SETTINGS = ".env"
 FIRST_USER = 1000  #: what a first user has on nearly every Linux, and the image's own user
 CERTIFICATES = "/etc/kit-ca.crt"  #: where containers see the user's certificate authorities
 HEADER = "# docker compose reads this file. ./inv build writes the lines below; lines of your own stay."
-OURS = ("KIT_VARIANT", "KIT_IMAGE", "KIT_BASE", "KIT_UID", "KIT_GID", "KIT_GPUS", "KIT_CA_FILE", "COMPOSE_FILE")
+OURS = (
+    "KIT_VARIANT",
+    "KIT_IMAGE",
+    "KIT_BASE",
+    "KIT_UID",
+    "KIT_GID",
+    "KIT_GPUS",
+    "KIT_COMPOSE",
+    "KIT_CA_FILE",
+    "COMPOSE_FILE",
+)
 
 
 @dataclass(frozen=True)
@@ -147,6 +157,7 @@ def write(client: docker.DockerClient, variant: Variant, base_image: str | None,
         "KIT_UID": str(who.uid),
         "KIT_GID": str(who.gid),
         "KIT_GPUS": gpus.mode,
+        "KIT_COMPOSE": file_hash(root / FILE)[:12],
         **({"KIT_CA_FILE": str(bundle)} if bundle else {}),
         **({"COMPOSE_FILE": f"{FILE}:{OVERLAY}"} if added else {}),
     }
@@ -168,6 +179,14 @@ def write(client: docker.DockerClient, variant: Variant, base_image: str | None,
         make_out(root, who),
     ]
     return "\n".join(line for line in lines if line)
+
+
+def is_stale(client: docker.DockerClient, root: Path = ROOT) -> bool:
+    """Whether .env is missing, or the engine gives GPUs otherwise or the compose file says otherwise than when it was made."""
+    found = read_settings(root)
+    with engine.told("asking the engine about GPUs"):
+        gpus = engine.gpu_access(client.info(), engine.host_has_gpus())
+    return found.get("KIT_GPUS") != gpus.mode or found.get("KIT_COMPOSE") != file_hash(root / FILE)[:12]
 
 
 def image_id(client: docker.DockerClient, variant: Variant) -> str:

@@ -21,7 +21,7 @@ import docker.errors
 
 from app.errors import WRONG_INPUT, WRONG_MACHINE, Fault
 from app.host import base, compose, engine, network
-from app.host.variants import ROOT, Variant, locks_date
+from app.host.variants import IMAGE, ROOT, Variant, choose, locks_date
 
 PROOF_COMMAND = ["python", "-m", "app.smoke.proof"]
 PROOF_USER = "54321:54321"  #: a uid that no image knows, as a caller's may be
@@ -65,12 +65,20 @@ def ensure(variant: Variant, root: Path = ROOT) -> None:
             print(f"no image {variant.image} yet: building it (some minutes, once)", flush=True)
             labels = None
     if labels is not None and labels.get("kit.source") == source_hash(variant, root):
-        if not (root / compose.SETTINGS).exists():
-            print(compose.write(client, variant, labels.get("kit.base"), root))
+        if compose.is_stale(client, root):
+            print(compose.write(client, in_use(client, variant, root), labels.get("kit.base"), root), flush=True)
         return
     if labels is not None:
         print(f"{variant.image} was made from other files than these: building it anew", flush=True)
     build([variant], labels.get("kit.base") or None if labels else None, root=root)
+
+
+def in_use(client: docker.DockerClient, otherwise: Variant, root: Path = ROOT) -> Variant:
+    """The variant that .env names where its image is there, so that running another one once does not switch it."""
+    named = compose.read_settings(root).get("KIT_VARIANT")
+    if named and client.images.list(filters={"reference": f"{IMAGE}:{named}"}):
+        return choose(named, root / "pinned")
+    return otherwise
 
 
 def buildx() -> None:

@@ -224,3 +224,40 @@ def test_gpus_through_a_real_engine(
     if not described:
         fault = engine.translate(docker.errors.APIError("500", explanation=done.stderr), "starting training")
         assert "nvidia-ctk" in str(fault)
+
+
+def test_what_build_writes_makes_a_plain_compose_run_do_the_same(
+    project: Path, client: docker.DockerClient, variant: Variant
+) -> None:
+    """.env and the overlay as build writes them, read by docker compose without any help, and old once something changed."""
+    assert compose.is_stale(client, project)
+    said = compose.write(client, variant, "some-base", project)
+    assert variant.image in said
+    assert "GPUs: " in said
+    assert not compose.is_stale(client, project)
+    settings = compose.read_settings(project)
+    assert settings["KIT_BASE"] == "some-base"
+    assert settings["KIT_IMAGE"] == f"{variant.image}@{client.images.get(variant.image).id}"
+    assert settings["KIT_UID"] != "0" or os.geteuid() != 0
+    done = run(project, "--entrypoint", "sh", "train", "-c", "id -u; echo $KIT_VARIANT $KIT_IMAGE; touch out/x")
+    assert done.stdout.split() == [settings["KIT_UID"], variant.cuda, settings["KIT_IMAGE"]], done.stderr
+    with (project / "docker-compose.yml").open("a", encoding="utf-8") as file:
+        file.write("# changed\n")
+    assert compose.is_stale(client, project)
+
+
+def test_a_missing_image_is_built_by_compose_itself(
+    project: Path, client: docker.DockerClient, variant: Variant
+) -> None:
+    """A plain docker compose run with no image: it builds from the Dockerfile (every step here is in the cache)."""
+    text = (project / "docker-compose.yml").read_text(encoding="utf-8")
+    text = text.replace("image: bert-kit:", "image: kit-test-unbuilt:").replace("context: .", f"context: {ROOT}")
+    (project / "docker-compose.yml").write_text(text, encoding="utf-8")
+    base = client.images.get(variant.image).labels["kit.base"]
+    try:
+        done = run(project, "--entrypoint", "id", "train", "-u", **({"KIT_BASE": base} if base else {}))
+        assert done.returncode == 0, done.stderr
+        assert done.stdout == "1000\n"
+    finally:
+        for image in client.images.list("kit-test-unbuilt"):
+            client.images.remove(image.tags[0], force=True)  # the container of `out` is still there
