@@ -2,7 +2,7 @@
 
     python -m app.bench                    every figure: BERT-base and large on a GPU, BERT-mini on a CPU (minutes)
     python -m app.bench --json bench.json  the same, and all numbers in a file
-    python -m app.bench --only mlm         one part: mlm, classify, predict or large
+    python -m app.bench --only mlm         one part: mlm, classify, predict, large or accuracy
 
 The last line of stdout is one JSON object.
 """
@@ -20,7 +20,7 @@ from datetime import datetime, timezone
 from importlib import metadata
 from typing import Any
 
-PARTS = ("mlm", "classify", "predict", "large")
+PARTS = ("mlm", "classify", "predict", "large", "accuracy")
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -38,10 +38,11 @@ def main(arguments: Sequence[str]) -> int:
 
     gpu = torch.cuda.is_available()
     began = time.monotonic()
-    report: dict[str, Any] = {"machine": machine(), "matrix_tflops": round(suites.matrix_rate() / 1e12, 1)}
+    report: dict[str, Any] = {"machine": machine(), "matrix_tflops": round(suites.matrix_rate() / 1e12, 4)}
     results, figures = suites.run(options.only, options.windows, gpu, progress)
     report["results"] = [result.as_dict() for result in results]
     report["figures"] = [figure.as_dict(report["matrix_tflops"]) for figure in figures]
+    report["accuracy"] = suites.accuracy(gpu, progress) if "accuracy" in options.only else []
     report["seconds"] = round(time.monotonic() - began, 1)
     print(table(report))
     if options.json:
@@ -83,7 +84,7 @@ def table(report: dict[str, Any]) -> str:
     lines = [
         f"{where['gpu'] if where['gpu'] != 'none' else 'CPU'}, {where['cores']} cores, torch {where['torch']}, "
         f"transformers {where['transformers']}, {where['date']}",
-        f"measured matrix rate {report['matrix_tflops']} TFLOP/s; useful tokens are those that are not padding; "
+        f"measured matrix rate {report['matrix_tflops']:.4g} TFLOP/s; useful tokens are those that are not padding; "
         "median (lowest to highest) of the windows",
         "",
         f"{'':52}{'useful tokens/s':>16}{'lowest to highest':>24}{'windows':>9}{'% of rate':>11}{'GiB':>8}{'KB a token':>12}",
@@ -102,6 +103,13 @@ def table(report: dict[str, Any]) -> str:
     lines += [
         f"{row['name']:76}{row['measured']:>12,}{row['must']:>9,}{row['aim']:>9,}  {row['verdict']}"
         for row in report["figures"]
+    ]
+    if report["accuracy"]:
+        lines += ["", f"{'evaluation loss after the same tokens':52}{'mean':>16}{'deviation':>12}   of three seeds"]
+    lines += [
+        f"{row['name']:52}{row['mean']:>16.4f}{row['deviation']:>12.4f}   "
+        + ", ".join(f"{loss:.4f}" for loss in row["eval_losses"])
+        for row in report["accuracy"]
     ]
     return "\n".join(lines)
 

@@ -13,7 +13,7 @@ import os
 import tempfile
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -86,25 +86,49 @@ def _build(task: str, size: str, data: Any) -> Any:
     return model.build(model.choose(config), config, data, lambda line: None)
 
 
-def ours(name: str, task: str, size: str, store: material.Rows, batch_size: int, plan: Plan, padding: str) -> Result:
+def _run(config: TrainConfig, data: Any, fp8: bool) -> dict[str, Any]:
+    """One run of the trainer, without its progress bars; its result."""
+    how = launch.resolve("gpu-fp16" if torch.cuda.is_available() else "cpu", launch.visible_gpus(), os.environ)
+    Path(config.output_dir, "checkpoints").mkdir(parents=True)
+    with contextlib.redirect_stderr(io.StringIO()):
+        run = loop.Run(config, how, model.choose(config), data, lambda line: None)
+        packed.use_fp8(run.bert, fp8)
+        return run.train()[1]
+
+
+def ours(
+    name: str, task: str, size: str, store: material.Rows, batch_size: int, plan: Plan, fp8: bool = False
+) -> Result:
     """``python -m app.train`` with its own loader, loop, logging and final checkpoint; the windows are its logged lines."""
     with _scratch() as folder, _device_memory() as peak:
         (Path(folder) / "tokenizer").mkdir()
         data = material.training_data(store, Path(folder) / "tokenizer")
         config = TrainConfig(
-            task=task, model=size, padding=padding, batch_size=batch_size, max_steps=plan.steps, eval_fraction=0.0,
+            task=task, model=size, padding="packed", batch_size=batch_size, max_steps=plan.steps, eval_fraction=0.0,
             max_length=material.LONGEST, save_every=0, log_every=plan.updates, resume="never", output_dir=folder + "/out",
         )  # fmt: skip
-        how = launch.resolve("gpu-fp16" if torch.cuda.is_available() else "cpu", launch.visible_gpus(), os.environ)
-        Path(config.output_dir, "checkpoints").mkdir(parents=True)
-        with contextlib.redirect_stderr(io.StringIO()):
-            loop.Run(config, how, model.choose(config), data, lambda line: None).train()
+        _run(config, data, fp8)
         lines = [json.loads(line) for line in Path(config.output_dir, "metrics.jsonl").read_text().splitlines()]
         logged = [line for line in lines if line["step"] > plan.warmup]
         result = Result(name, [line["useful_tokens_per_s"] for line in logged], peak())
         useful = [line["useful_tokens_per_s"] * line["update_ms"] / 1e3 for line in logged]
         result.tokens_an_update = float(np.mean(useful))
         return result
+
+
+def learnt(size: str, sequences: int, padding: str, seed: int, fp8: bool = False) -> float:
+    """The evaluation loss of MLM after two passes over ``sequences`` learnable rows of at most 128 tokens."""
+    drawn = material.rows(sequences + 1000)
+    store = material.Chains(np.minimum(drawn.lengths, 128), drawn.labels)
+    with _scratch() as folder:
+        (Path(folder) / "tokenizer").mkdir()
+        data = material.training_data(store, Path(folder) / "tokenizer", 1000)
+        data = replace(data, max_length=128)
+        config = TrainConfig(
+            task="mlm", model=size, padding=padding, batch_size=32, epochs=2.0, max_length=128, seed=seed,
+            save_every=0, log_every=100, resume="never", output_dir=folder + "/out",
+        )  # fmt: skip
+        return float(_run(config, data, fp8)["eval_loss"])
 
 
 class _Sequences(torch.utils.data.Dataset[Any]):

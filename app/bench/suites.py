@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from statistics import median
+from statistics import mean, median, stdev
 from typing import Any
 
 import torch
@@ -13,6 +13,7 @@ import torch
 from app.bench import contenders, material
 from app.bench.contenders import Plan, Result
 from app.measure.flops import of_bert
+from app.train import packed_fused
 
 USUAL = "HF Trainer, padded to 512"
 GROUPED = "HF Trainer, grouped by length"
@@ -61,8 +62,8 @@ def run(parts: Sequence[str], windows: int, gpu: bool, say: Callable[[str], None
     results: dict[str, Result] = {}
     size = "bert-base" if gpu else "bert-mini"
     store = material.rows(60000 if gpu else 2000)
-    mean = float(store.lengths.mean())
-    packed_batch = int(ROW_TOKENS / mean) if gpu else 16
+    packed_batch = int(ROW_TOKENS / float(store.lengths.mean())) if gpu else 16
+    fp8 = gpu and packed_fused.why_not_fp8(torch.device("cuda", 0)) is None
     small, large = (32, 128) if gpu else (8, 16)
     plan = Plan(windows, 10, 20) if gpu else Plan(windows, 1, 1)
 
@@ -77,21 +78,41 @@ def run(parts: Sequence[str], windows: int, gpu: bool, say: Callable[[str], None
         measure(f"{label}, {USUAL}, batch {small}", contenders.hugging_face, "mlm", size, small, plan, width=512)
         measure(f"{label}, {DYNAMIC}, batch {large}", contenders.hugging_face, "mlm", size, large, plan)
         measure(f"{label}, {GROUPED}, batch {large}", contenders.hugging_face, "mlm", size, large, plan, grouped=True)
-        measure(f"{label}, packed", contenders.ours, "mlm", size, packed_batch, plan, "packed")
+        measure(f"{label}, packed", contenders.ours, "mlm", size, packed_batch, plan)
+        if fp8:
+            measure(f"{label}, packed, fp8", contenders.ours, "mlm", size, packed_batch, plan, fp8=True)
     if "classify" in parts:
         label = f"{size} classification"
         measure(
             f"{label}, {GROUPED}, batch {large}", contenders.hugging_face, "classify", size, large, plan, grouped=True
         )
-        measure(f"{label}, packed", contenders.ours, "classify", size, packed_batch, plan, "packed")
+        measure(f"{label}, packed", contenders.ours, "classify", size, packed_batch, plan)
     if "large" in parts and gpu:
-        measure("bert-large MLM, packed", contenders.ours, "mlm", "bert-large", packed_batch, plan, "packed")
+        measure("bert-large MLM, packed", contenders.ours, "mlm", "bert-large", packed_batch, plan)
+        if fp8:
+            measure("bert-large MLM, packed, fp8", contenders.ours, "mlm", "bert-large", packed_batch, plan, fp8=True)
     found = list(results.values())
     if "predict" in parts:
         say("measuring prediction")
         few = material.rows(8192 if gpu else 256, seed=1)
         found += contenders.prediction(size, few, 128 if gpu else 32, packed_batch, windows)
     return found, figures({result.name: result for result in found}, gpu)
+
+
+def accuracy(gpu: bool, say: Callable[[str], None]) -> list[dict[str, Any]]:
+    """Evaluation losses after the same tokens, three seeds each: padded through Hugging Face's forward, and packed."""
+    size, sequences = ("bert-mini", 8000) if gpu else ("bert-tiny", 4000)
+    kinds = [("padded to 128", "fixed", False), ("packed", "packed", False)]
+    if gpu and packed_fused.why_not_fp8(torch.device("cuda", 0)) is None:
+        kinds.append(("packed, fp8", "packed", True))
+    made = []
+    for name, padding, fp8 in kinds:
+        say(f"measuring what is learnt, {name}")
+        losses = [contenders.learnt(size, sequences, padding, seed, fp8) for seed in range(3)]
+        made.append(
+            {"name": f"{size} MLM, {name}", "eval_losses": losses, "mean": mean(losses), "deviation": stdev(losses)}
+        )
+    return made
 
 
 def _operations(task: str, size: str, store: material.Rows) -> float:
@@ -121,8 +142,9 @@ def figures(results: dict[str, Result], gpu: bool) -> list[Figure]:
         if mine and other:
             made.append(Figure(name, mine.rate / other.rate, *((must, aim) if gpu else (1.0, 1.0))))
 
-    mine, classify, large = find("MLM, packed"), find("classification, packed"), find("bert-large")
+    mine, classify, large = find("MLM, packed"), find("classification, packed"), find("bert-large MLM, packed")
     mine = None if mine is large else mine
+    eight, large_eight = find("bert-base MLM, packed, fp8"), find("bert-large MLM, packed, fp8")
     ratio("MLM against HF Trainer at its best (grouped by length), times", mine, find("MLM", GROUPED), 4, 5)
     ratio("MLM against the usual recipe (padded to 512), times", mine, find("MLM", USUAL), 10, 12)
     ratio("classification against HF Trainer grouped by length, times", classify, find("classif", GROUPED), 3, 4)
@@ -136,8 +158,14 @@ def figures(results: dict[str, Result], gpu: bool) -> list[Figure]:
             made.append(
                 Figure("memory a useful token against HF dynamic padding, times", value, 0.3, 0.2, smaller=True)
             )
-    if gpu and large:
-        made.append(Figure("BERT-large, useful tokens/s", large.rate, 230_000, 260_000))
+    if eight:
+        ratio("with fp8: MLM against HF Trainer at its best, times", eight, find("MLM", GROUPED), 4, 5)
+        made.append(
+            Figure("with fp8: MLM, useful operations, % of the measured fp16 rate", _tflops(eight), 50, 60, True)
+        )
+    for name, result in (("BERT-large", large), ("with fp8: BERT-large", large_eight)):
+        if gpu and result:
+            made.append(Figure(f"{name}, useful tokens/s", result.rate, 230_000, 260_000))
     return made
 
 

@@ -71,8 +71,9 @@ def _normal(x):
 
 @triton.jit(do_not_specialize=["seed"])
 def _norm_forward(
-    x, residual, weight, bias, z, y, mean, rstd, rows, seed, eps,
+    x, residual, weight, bias, z, y, y8, mean, rstd, rows, seed, eps,
     SIZE: tl.constexpr, WIDE: tl.constexpr, ROWS: tl.constexpr, DROPPED: tl.constexpr, SAVE: tl.constexpr,
+    EIGHT: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     column = tl.arange(0, WIDE)
@@ -84,13 +85,13 @@ def _norm_forward(
     total += tl.load(residual + place, mask=inside, other=0.0).to(tl.float32)
     if SAVE:
         tl.store(z + place, total.to(z.dtype.element_ty), mask=inside)
-    _normalise(total, weight, bias, y, mean, rstd, eps, row, rows, column, inside, place, 0, 0, SIZE, SAVE)
+    _normalise(total, weight, bias, y, y8, mean, rstd, eps, row, rows, column, inside, place, 0, 0, SIZE, SAVE, EIGHT)
 
 
 @triton.jit
 def _normalise(
-    total, weight, bias, y, mean, rstd, eps, row, rows, column, inside, place, seed, DROPPED: tl.constexpr,
-    SIZE: tl.constexpr, SAVE: tl.constexpr,
+    total, weight, bias, y, y8, mean, rstd, eps, row, rows, column, inside, place, seed, DROPPED: tl.constexpr,
+    SIZE: tl.constexpr, SAVE: tl.constexpr, EIGHT: tl.constexpr,
 ):  # fmt: skip
     centre = tl.sum(total, 1) / SIZE
     apart = tl.where(inside, total - centre[:, None], 0.0)
@@ -104,13 +105,15 @@ def _normalise(
     if DROPPED > 0:
         result = tl.where(keeps(seed, row, column, DROPPED), result * keep_scale(DROPPED), 0.0)
     tl.store(y + place, result.to(y.dtype.element_ty), mask=inside)
+    if EIGHT:
+        tl.store(y8 + place, result.to(y8.dtype.element_ty), mask=inside)
 
 
 @triton.jit(do_not_specialize=["seed"])
 def _embed_forward(
-    ids, positions, types, words, places, kinds, weight, bias, z, y, mean, rstd, rows, seed, eps,
+    ids, positions, types, words, places, kinds, weight, bias, z, y, y8, mean, rstd, rows, seed, eps,
     SIZE: tl.constexpr, WIDE: tl.constexpr, ROWS: tl.constexpr, DROPPED: tl.constexpr, SAVE: tl.constexpr,
-    TYPED: tl.constexpr,
+    TYPED: tl.constexpr, EIGHT: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     column = tl.arange(0, WIDE)
@@ -127,13 +130,16 @@ def _embed_forward(
     place = row.to(tl.int64)[:, None] * SIZE + column[None, :]
     if SAVE:
         tl.store(z + place, total.to(z.dtype.element_ty), mask=inside)
-    _normalise(total, weight, bias, y, mean, rstd, eps, row, rows, column, inside, place, seed, DROPPED, SIZE, SAVE)
+    _normalise(
+        total, weight, bias, y, y8, mean, rstd, eps, row, rows, column, inside, place, seed, DROPPED, SIZE, SAVE, EIGHT
+    )
 
 
 @triton.jit(do_not_specialize=["seed"])
 def _norm_backward(
-    dy, z, mean, rstd, weight, dz, dx, sums, rows, seed,
+    dy, more, z, mean, rstd, weight, dz, dx, dx8, sums, rows, seed,
     SIZE: tl.constexpr, WIDE: tl.constexpr, ROWS: tl.constexpr, BEFORE: tl.constexpr, AFTER: tl.constexpr,
+    MORE: tl.constexpr, EIGHT: tl.constexpr,
 ):  # fmt: skip
     """BEFORE and AFTER are the dropout on the norm's input (its branch) and on the norm's result."""
     program = tl.program_id(0)
@@ -147,6 +153,8 @@ def _norm_backward(
         inside = (row[:, None] < rows) & (column[None, :] < SIZE)
         place = row.to(tl.int64)[:, None] * SIZE + column[None, :]
         grad = tl.load(dy + place, mask=inside, other=0.0).to(tl.float32)
+        if MORE:
+            grad += tl.load(more + place, mask=inside, other=0.0).to(tl.float32)
         if AFTER > 0:
             grad = tl.where(keeps(seed, row, column, AFTER), grad * keep_scale(AFTER), 0.0)
         centre = tl.load(mean + row, mask=row < rows, other=0.0)
@@ -163,6 +171,8 @@ def _norm_backward(
         if BEFORE > 0:
             down = tl.where(keeps(seed, row, column, BEFORE), down * keep_scale(BEFORE), 0.0)
             tl.store(dx + place, down.to(dx.dtype.element_ty), mask=inside)
+        if EIGHT:
+            tl.store(dx8 + place, down.to(dx8.dtype.element_ty), mask=inside)
         dbranch += tl.where(inside, down, 0.0)
     sums += program * (3 * SIZE) + column
     tl.store(sums, tl.sum(dscale, 0), mask=column < SIZE)
@@ -171,17 +181,27 @@ def _norm_backward(
 
 
 @triton.jit
-def _gelu_forward(u, a, count, BLOCK: tl.constexpr):
+def _gelu_forward(u, a, a8, count, BLOCK: tl.constexpr, EIGHT: tl.constexpr):
     place = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     x = tl.load(u + place, mask=place < count, other=0.0).to(tl.float32)
     below, _ = _normal(x)
     tl.store(a + place, (x * below).to(a.dtype.element_ty), mask=place < count)
+    if EIGHT:
+        tl.store(a8 + place, (x * below).to(a8.dtype.element_ty), mask=place < count)
+
+
+@triton.jit
+def _eight_bits(x, y, count, scale, BLOCK: tl.constexpr):
+    place = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    value = tl.load(x + place, mask=place < count, other=0.0).to(tl.float32) * scale
+    tl.store(y + place, tl.minimum(tl.maximum(value, -448.0), 448.0).to(y.dtype.element_ty), mask=place < count)
 
 
 @triton.jit
 def _gelu_backward(
-    da, u, sums, rows, SIZE: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr
-):
+    da, u, du8, sums, rows,
+    SIZE: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, EIGHT: tl.constexpr,
+):  # fmt: skip
     column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     total = tl.zeros([ROWS, COLUMNS], tl.float32)
     for step in range(0, GROUP, ROWS):
@@ -193,6 +213,8 @@ def _gelu_backward(
         below, bell = _normal(x)
         grad = grad * (below + x * 0.3989422804014327 * bell)
         tl.store(da + place, grad.to(da.dtype.element_ty), mask=inside)
+        if EIGHT:
+            tl.store(du8 + place, grad.to(du8.dtype.element_ty), mask=inside)
         total += grad
     tl.store(sums + tl.program_id(0) * SIZE + column, tl.sum(total, 0), mask=column < SIZE)
 
@@ -249,74 +271,97 @@ def _warps(size: int, each: int) -> int:
 
 
 def norm(
-    x: Tensor, residual: Tensor, weight: Tensor, bias: Tensor, eps: float, dropout: float, seed: int, save: bool
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Layer norm of dropout(x) + residual, both [rows, size]: the result and, if ``save``, the sum, mean and 1/std."""
+    x: Tensor, residual: Tensor, weight: Tensor, bias: Tensor, eps: float, dropout: float, seed: int, save: bool,
+    eight: bool = False,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    """Layer norm of dropout(x) + residual, both [rows, size].
+
+    Returns the result, the same in e4m3 if ``eight``, and, if ``save``, the sum, mean and 1/std.
+    """
     rows, size = x.shape
     y = torch.empty_like(x)
+    y8 = torch.empty_like(x, dtype=torch.float8_e4m3fn) if eight else y
     z = torch.empty_like(x) if save else x
     mean, rstd = x.new_empty((2, rows if save else 0), dtype=torch.float32).unbind(0)
     _norm_forward[(rows,)](
-        x, residual, weight, bias, z, y, mean, rstd, rows, seed, eps,
-        SIZE=size, WIDE=_wide(size), ROWS=1, DROPPED=dropped(dropout), SAVE=save, num_warps=_warps(size, 512),
+        x, residual, weight, bias, z, y, y8, mean, rstd, rows, seed, eps,
+        SIZE=size, WIDE=_wide(size), ROWS=1, DROPPED=dropped(dropout), SAVE=save, EIGHT=eight,
+        num_warps=_warps(size, 512),
     )  # fmt: skip
-    return y, z, mean, rstd
+    return y, y8, z, mean, rstd
 
 
 def embed(
     ids: Tensor, positions: Tensor, types: Tensor | None, tables: tuple[Tensor, Tensor, Tensor],
     weight: Tensor, bias: Tensor, eps: float, dropout: float, seed: int, save: bool, dtype: torch.dtype,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    """dropout(layer norm(word + position + type)) in ``dtype``, [rows, size]; and as ``norm``, what backward needs."""
+    eight: bool = False,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    """dropout(layer norm(word + position + type)) in ``dtype``, [rows, size], and the rest as ``norm``."""
     rows, size = len(ids), tables[0].shape[1]
     y = torch.empty((rows, size), dtype=dtype, device=ids.device)
+    y8 = torch.empty_like(y, dtype=torch.float8_e4m3fn) if eight else y
     z = torch.empty_like(y) if save else y
     mean, rstd = y.new_empty((2, rows if save else 0), dtype=torch.float32).unbind(0)
     _embed_forward[(rows,)](
-        ids, positions, ids if types is None else types, *tables, weight, bias, z, y, mean, rstd, rows, seed, eps,
-        SIZE=size, WIDE=_wide(size), ROWS=1, DROPPED=dropped(dropout), SAVE=save, TYPED=types is not None,
+        ids, positions, ids if types is None else types, *tables, weight, bias, z, y, y8, mean, rstd, rows, seed, eps,
+        SIZE=size, WIDE=_wide(size), ROWS=1, DROPPED=dropped(dropout), SAVE=save, TYPED=types is not None, EIGHT=eight,
         num_warps=_warps(size, 512),
     )  # fmt: skip
-    return y, z, mean, rstd
+    return y, y8, z, mean, rstd
 
 
 def norm_backward(
     dy: Tensor, z: Tensor, mean: Tensor, rstd: Tensor, weight: Tensor, before: float, after: float, seed: int,
-    dtype: torch.dtype | None = None,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """Gradients of the sum, of the branch under dropout (the same tensor without), and [3, size] float32 sums.
+    dtype: torch.dtype | None = None, more: Tensor | None = None, eight: bool = False,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    """From the gradient ``dy`` (+ ``more``) of the result, that of the sum, and that of the branch under dropout.
 
-    The sums are the gradients of the norm's weight, its bias, and of a bias added to the branch.
+    The branch's comes twice: as the others (without dropout the very tensor), and in e5m2 if ``eight``. Then [3, size]
+    float32 sums: the gradients of the norm's weight, its bias, and of a bias added to the branch.
     ``before`` and ``after`` are the dropout before the sum and after the norm; at most one is not 0.
     """
     rows, size = dy.shape
     dz = torch.empty_like(dy, dtype=dtype or dy.dtype)
     dx = torch.empty_like(dy) if before else dz
+    dx8 = torch.empty_like(dy, dtype=torch.float8_e5m2) if eight else dx
     cores = torch.cuda.get_device_properties(dy.device).multi_processor_count if dy.is_cuda else 2
     sums = dy.new_empty((min(rows, cores * NORM_PROGRAMS), 3, size), dtype=torch.float32)
     _norm_backward[(len(sums),)](
-        dy, z, mean, rstd, weight, dz, dx, sums, rows, seed,
-        SIZE=size, WIDE=_wide(size), ROWS=1, BEFORE=dropped(before), AFTER=dropped(after), num_warps=_warps(size, 1024),
+        dy, dy if more is None else more, z, mean, rstd, weight, dz, dx, dx8, sums, rows, seed,
+        SIZE=size, WIDE=_wide(size), ROWS=1, BEFORE=dropped(before), AFTER=dropped(after), MORE=more is not None,
+        EIGHT=eight, num_warps=_warps(size, 1024),
     )  # fmt: skip
-    return dz, dx, sums.sum(0)
+    return dz, dx, dx8, sums.sum(0)
 
 
-def gelu(u: Tensor) -> Tensor:
-    """The exact (erf) GELU."""
+def gelu(u: Tensor, eight: bool = False) -> tuple[Tensor, Tensor]:
+    """The exact GELU, and the same in e4m3 if ``eight``."""
     a = torch.empty_like(u)
-    _gelu_forward[(triton.cdiv(u.numel(), 2048),)](u, a, u.numel(), BLOCK=2048, num_warps=4)
-    return a
+    a8 = torch.empty_like(u, dtype=torch.float8_e4m3fn) if eight else a
+    _gelu_forward[(triton.cdiv(u.numel(), 2048),)](u, a, a8, u.numel(), BLOCK=2048, EIGHT=eight, num_warps=4)
+    return a, a8
 
 
-def gelu_backward_(da: Tensor, u: Tensor) -> Tensor:
-    """Turns the gradient of ``gelu(u)``, [rows, size], into that of u in place; returns its float32 sum over rows."""
+def gelu_backward_(da: Tensor, u: Tensor, eight: bool = False) -> tuple[Tensor, Tensor]:
+    """Turns the gradient of ``gelu(u)``, [rows, size], into that of u in place.
+
+    Returns it in e5m2 if ``eight``, and its float32 sum over rows.
+    """
     rows, size = u.shape
     groups = triton.cdiv(rows, GELU_ROWS)
     sums = u.new_empty((groups, size), dtype=torch.float32)
+    du8 = torch.empty_like(u, dtype=torch.float8_e5m2) if eight else da
     _gelu_backward[(groups, triton.cdiv(size, 128))](
-        da, u, sums, rows, SIZE=size, GROUP=GELU_ROWS, ROWS=16, COLUMNS=128, num_warps=4
+        da, u, du8, sums, rows, SIZE=size, GROUP=GELU_ROWS, ROWS=16, COLUMNS=128, EIGHT=eight, num_warps=4
     )
-    return sums.sum(0)
+    return du8, sums.sum(0)
+
+
+def eight_bits(x: Tensor, scale: float) -> Tensor:
+    """x times ``scale`` in e4m3; what is too large becomes the largest there is."""
+    y = torch.empty_like(x, dtype=torch.float8_e4m3fn)
+    _eight_bits[(triton.cdiv(x.numel(), 2048),)](x, y, x.numel(), scale, BLOCK=2048, num_warps=4)
+    return y
 
 
 def entropy(logits: Tensor, targets: Tensor, vocabulary: int) -> tuple[Tensor, Tensor]:

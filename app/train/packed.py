@@ -8,6 +8,7 @@ What a trainer must do:
     * call ``loss`` (or a pair of the functions beneath it) inside ``torch.autocast`` and divide the sum by the number
       of targets of the whole update, all devices and micro-batches together;
     * with DDP, call it from the ``forward`` of the wrapped module, so that DDP sees the step begin.
+    * for fp8, call ``use_fp8(model)`` once, after the model is on its GPU; it takes effect under fp16 autocast.
 Several backward passes an update, loss scaling and DDP's hooks work as with any module: all gradients arrive through
 autograd. Dropout draws from torch's generators only, so a restored generator state repeats it exactly.
 """
@@ -23,6 +24,9 @@ from torch import Tensor
 
 from app.errors import WRONG_INPUT, Fault
 from app.train import packed_attention, packed_fused
+from app.train.packed_fused import use_fp8
+
+__all__ = ["PackedBatch", "check_model", "classification_logits", "encode", "loss", "loss_sum", "mlm_logits", "use_fp8"]
 
 IGNORED = -100  #: target of a padding position
 

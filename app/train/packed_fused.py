@@ -4,6 +4,12 @@ A layer is one autograd function: its backward pass is written by hand, so that 
 matrix products, bias gradients inside the kernels that have the numbers at hand, and nothing is kept in float32.
 Weights are cast to half precision once a forward pass, queries, keys and values in one matrix. Gradients reach the
 model's own float32 parameters through autograd, so DDP, accumulation, clipping and loss scaling see nothing new.
+
+With ``use_fp8`` five of a layer's twelve products run in 8 bits, those that are large enough to gain: the projection
+to queries, keys and values, both feed-forward products, and the gradients of the inputs of these two. Activations and weights are
+e4m3, gradients e5m2 (Micikevicius et al. 2022, arXiv 2209.05433), with fixed scales: activations behind a norm need
+none, and e5m2 has the range of fp16, in which the trainer's loss scale already keeps gradients. So fp8 has no state.
+Weight gradients, the vocabulary head, norms and attention stay in fp16.
 """
 
 from __future__ import annotations
@@ -15,8 +21,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from app.errors import WRONG_MACHINE, Fault
 from app.train.packed_attention import HALF
 
+WEIGHT_SCALE = 64.0  #: of weights in e4m3: those of 0.02 become 1.3, the largest that fits is 7
 VOCABULARY_STEP = 64  #: the head's half-precision copy is padded to a multiple of this many rows: aligned loads
 
 
@@ -73,6 +81,7 @@ class _Run(NamedTuple):
     attention_dropout: float
     seed: int
     save: bool
+    fp8: bool
 
 
 class _Weights(NamedTuple):
@@ -86,6 +95,7 @@ class _Weights(NamedTuple):
     attended_bias: Tensor
     up_bias: Tensor
     down_bias: Tensor
+    eight: tuple[Tensor, Tensor, Tensor] | None = None  #: qkv, up and down in e4m3, times WEIGHT_SCALE
 
 
 def _seeds(count: int) -> list[int]:
@@ -93,8 +103,8 @@ def _seeds(count: int) -> list[int]:
     return torch.randint(2**31 - 8, (count,)).tolist()
 
 
-def _half_weights(layers: Any, dtype: torch.dtype) -> list[_Weights]:
-    """Half-precision copies of all layers' matrices, in one allocation."""
+def _half_weights(layers: Any, dtype: torch.dtype, fp8: bool) -> list[_Weights]:
+    """Half-precision copies of all layers' matrices, in one allocation, and with ``fp8`` 8-bit ones in another."""
     from_, into, made = [], [], []
     sizes = []
     for layer in layers:
@@ -114,10 +124,32 @@ def _half_weights(layers: Any, dtype: torch.dtype) -> list[_Weights]:
                 into.append(flat[at : at + tensor.numel()].view(tensor.shape))
                 at += tensor.numel()
             views.append(flat[begin:at].view(-1, *group[0].shape[1:]))
-        made.append(_Weights(*views))
+        made.append(_Weights._make([*views, None]))
     with torch.no_grad():
         torch._foreach_copy_(into, from_)
-    return made
+    if not fp8:
+        return made
+    from app.train import kernels_rows
+
+    flat8 = kernels_rows.eight_bits(flat, WEIGHT_SCALE)
+
+    def same_place(weight: Tensor) -> Tensor:
+        begin = weight.storage_offset()
+        return flat8[begin : begin + weight.numel()].view(weight.shape)
+
+    return [w._replace(eight=(same_place(w.qkv), same_place(w.up), same_place(w.down))) for w in made]
+
+
+@functools.cache
+def _scales(device: torch.device) -> tuple[Tensor, Tensor]:
+    """The scales of activations or gradients, and of weights, that a product in 8 bits undoes."""
+    return torch.ones((), device=device), torch.full((), 1 / WEIGHT_SCALE, device=device)
+
+
+def _product8(x: Tensor, weight: Tensor, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
+    """x weight^T + bias of 8-bit matrices."""
+    one, undo = _scales(x.device)
+    return torch._scaled_mm(x, weight.t(), scale_a=one, scale_b=undo, bias=bias, out_dtype=dtype, use_fast_accum=True)
 
 
 def _weight_gradient(dy: Tensor, x: Tensor) -> Tensor:
@@ -127,51 +159,70 @@ def _weight_gradient(dy: Tensor, x: Tensor) -> Tensor:
     return dy.t() @ x
 
 
-def _layer_forward(h: Tensor, w: _Weights, norms: tuple[Tensor, ...], run: _Run) -> tuple[Tensor, tuple[Tensor, ...]]:
+def _layer_forward(
+    h: Tensor, h8: Tensor, w: _Weights, norms: tuple[Tensor, ...], run: _Run
+) -> tuple[Tensor, Tensor, tuple[Tensor, ...]]:
+    """The layer's result, the same in 8 bits if ``run.fp8``, and what its backward pass needs."""
     from app.train import kernels_attention, kernels_rows
 
-    qkv = torch.addmm(w.qkv_bias, h, w.qkv.t()).view(len(h), 3, run.heads, -1)
+    def linear(x: Tensor, x8: Tensor, weight: Tensor, bias: Tensor, place: int) -> Tensor:
+        return torch.addmm(bias, x, weight.t()) if w.eight is None else _product8(x8, w.eight[place], bias, x.dtype)
+
+    qkv = linear(h, h8, w.qkv, w.qkv_bias, 0).view(len(h), 3, run.heads, -1)
     context, lse = kernels_attention.attend(qkv, run.plan, run.attention_dropout, run.seed, run.save)
     x = torch.addmm(w.attended_bias, context, w.attended.t())
-    y, z1, mean1, rstd1 = kernels_rows.norm(x, h, norms[0], norms[1], run.eps, run.dropout, run.seed + 1, run.save)
-    u = torch.addmm(w.up_bias, y, w.up.t())
-    a = kernels_rows.gelu(u)
-    x = torch.addmm(w.down_bias, a, w.down.t())
-    result, z2, mean2, rstd2 = kernels_rows.norm(x, y, norms[2], norms[3], run.eps, run.dropout, run.seed + 2, run.save)
-    return result, (h, qkv, context, lse, z1, mean1, rstd1, y, u, a, z2, mean2, rstd2)
+    y, y8, z1, mean1, rstd1 = kernels_rows.norm(
+        x, h, norms[0], norms[1], run.eps, run.dropout, run.seed + 1, run.save, run.fp8
+    )
+    u = linear(y, y8, w.up, w.up_bias, 1)
+    a, a8 = kernels_rows.gelu(u, run.fp8)
+    x = linear(a, a8, w.down, w.down_bias, 2)
+    result, result8, z2, mean2, rstd2 = kernels_rows.norm(
+        x, y, norms[2], norms[3], run.eps, run.dropout, run.seed + 2, run.save, run.fp8
+    )
+    return result, result8, (h, qkv, context, lse, z1, mean1, rstd1, y, u, a, z2, mean2, rstd2)
 
 
 class _Layer(torch.autograd.Function):
     """One encoder layer. The 16 parameters are in the order of ``_parameters``."""
 
     @staticmethod
-    def forward(ctx: Any, h: Tensor, w: _Weights, run: _Run, *parameters: Tensor) -> Tensor:
+    def forward(ctx: Any, h: Tensor, h8: Tensor, w: _Weights, run: _Run, *parameters: Tensor) -> tuple[Tensor, Tensor]:
         norms = (*parameters[8:10], *parameters[14:16])
-        result, saved = _layer_forward(h, w, norms, run)
-        ctx.save_for_backward(*saved, norms[0], norms[2], w.qkv, w.attended, w.up, w.down)
+        result, result8, saved = _layer_forward(h, h8, w, norms, run)
+        eight = () if w.eight is None else w.eight[1:]
+        ctx.save_for_backward(*saved, norms[0], norms[2], w.qkv, w.attended, w.up, w.down, *eight)
         ctx.run = run
         ctx.types = [p.dtype for p in parameters]
-        return result
+        if not run.fp8:
+            result8 = result.new_empty(0)
+        ctx.mark_non_differentiable(result8)
+        ctx.set_materialize_grads(False)  # nothing asks for the gradient of the 8-bit copy
+        return result, result8
 
     @staticmethod
     @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, dresult: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+    def backward(ctx: Any, dresult: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
         from app.train import kernels_attention, kernels_rows
 
-        run = ctx.run
-        (h, qkv, context, lse, z1, mean1, rstd1, y, u, a, z2, mean2, rstd2, g1, g2, wqkv, wattended, wup, wdown) = (
-            ctx.saved_tensors
-        )
-        dy, dx, sums2 = kernels_rows.norm_backward(
-            dresult.contiguous(), z2, mean2, rstd2, g2, run.dropout, 0.0, run.seed + 2
+        run, saved = ctx.run, ctx.saved_tensors
+        (h, qkv, context, lse, z1, mean1, rstd1, y, u, a, z2, mean2, rstd2) = saved[:13]
+        g1, g2, wqkv, wattended, wup, wdown, *eight = saved[13:]
+        dy, dx, dx8, sums2 = kernels_rows.norm_backward(
+            dresult.contiguous(), z2, mean2, rstd2, g2, run.dropout, 0.0, run.seed + 2, eight=run.fp8
         )
         dwdown = _weight_gradient(dx, a)
-        da = dx @ wdown
-        dup = kernels_rows.gelu_backward_(da, u)
+        da = _product8(dx8, eight[1].t().contiguous(), None, dx.dtype) if run.fp8 else dx @ wdown
+        du8, dup = kernels_rows.gelu_backward_(da, u, run.fp8)
         dwup = _weight_gradient(da, y)
-        # without dropout the branch's gradient is the residual's, and is no longer needed
-        dy.addmm_(da, wup)
-        dh, dx, sums1 = kernels_rows.norm_backward(dy, z1, mean1, rstd1, g1, run.dropout, 0.0, run.seed + 1)
+        more = None
+        if run.fp8:
+            more = _product8(du8, eight[0].t().contiguous(), None, dx.dtype)
+        else:  # without dropout dx is dy; it has been used
+            dy.addmm_(da, wup)
+        dh, dx, _, sums1 = kernels_rows.norm_backward(
+            dy, z1, mean1, rstd1, g1, run.dropout, 0.0, run.seed + 1, more=more
+        )
         dwattended = _weight_gradient(dx, context)
         dqkv, dbqkv = kernels_attention.attend_backward(
             dx @ wattended, qkv, context, lse, run.plan, run.attention_dropout, run.seed
@@ -185,7 +236,7 @@ class _Layer(torch.autograd.Function):
             dwattended, sums1[2], sums1[0], sums1[1],
             dwup, dup, dwdown, sums2[2], sums2[0], sums2[1],
         ]  # fmt: skip
-        return dh, None, None, *(g.to(t) for g, t in zip(grads, ctx.types, strict=True))
+        return dh, None, None, None, *(g.to(t) for g, t in zip(grads, ctx.types, strict=True))
 
 
 def _parameters(layer: Any) -> list[Tensor]:
@@ -202,27 +253,31 @@ class _Embed(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, rows: tuple[Tensor, Tensor, Tensor | None], options: tuple[float, float, int, torch.dtype, int],
+        ctx: Any, rows: tuple[Tensor, Tensor, Tensor | None], options: tuple[float, float, int, torch.dtype, int, bool],
         words: Tensor, positions: Tensor, types: Tensor, weight: Tensor, bias: Tensor,
-    ) -> Tensor:  # fmt: skip
+    ) -> tuple[Tensor, Tensor]:  # fmt: skip
         from app.train import kernels_rows
 
-        eps, dropout, seed, dtype, padding = options
-        y, z, mean, rstd = kernels_rows.embed(
-            *rows, (words, positions, types), weight, bias, eps, dropout, seed, True, dtype
+        eps, dropout, seed, dtype, padding, fp8 = options
+        y, y8, z, mean, rstd = kernels_rows.embed(
+            *rows, (words, positions, types), weight, bias, eps, dropout, seed, True, dtype, fp8
         )
         ctx.save_for_backward(z, mean, rstd, weight, *rows)
         ctx.options = (dropout, seed, padding, len(words), len(positions), len(types), words.dtype, weight.dtype)
-        return y
+        if not fp8:
+            y8 = y.new_empty(0)
+        ctx.mark_non_differentiable(y8)
+        ctx.set_materialize_grads(False)
+        return y, y8
 
     @staticmethod
     @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+    def backward(ctx: Any, dy: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
         from app.train import kernels_rows
 
         z, mean, rstd, weight, ids, positions, types = ctx.saved_tensors
         dropout, seed, padding, words, places, kinds, dtype, norm_type = ctx.options
-        dz, _, sums = kernels_rows.norm_backward(
+        dz, _, _, sums = kernels_rows.norm_backward(
             dy.contiguous(), z, mean, rstd, weight, 0.0, dropout, seed, torch.float32
         )
         table = torch.ops.aten.embedding_dense_backward
@@ -251,20 +306,46 @@ def encode(bert: Any, batch: Any) -> Tensor:
     tables = (words, table.position_embeddings.weight, table.token_type_embeddings.weight)
     norm = (table.LayerNorm.weight, table.LayerNorm.bias)
     padding = -1 if table.word_embeddings.padding_idx is None else table.word_embeddings.padding_idx
+    fp8 = dtype == torch.float16 and getattr(bert, "_packed_fp8", False)
     if save:
-        hidden = _Embed.apply(rows, (config.layer_norm_eps, dropout, seeds[-1], dtype, padding), *tables, *norm)
+        options = (config.layer_norm_eps, dropout, seeds[-1], dtype, padding, fp8)
+        hidden, hidden8 = _Embed.apply(rows, options, *tables, *norm)
     else:
-        hidden = kernels_rows.embed(*rows, tables, *norm, config.layer_norm_eps, dropout, seeds[-1], False, dtype)[0]
+        hidden, hidden8, *_ = kernels_rows.embed(
+            *rows, tables, *norm, config.layer_norm_eps, dropout, seeds[-1], False, dtype, fp8
+        )
     plan = kernels_attention.tiles(batch.cu_seqlens, len(batch.input_ids))
-    weights = _half_weights(bert.encoder.layer, dtype)
+    weights = _half_weights(bert.encoder.layer, dtype, fp8)
     for layer, half, seed in zip(bert.encoder.layer, weights, seeds, strict=False):
-        run = _Run(plan, config.num_attention_heads, config.layer_norm_eps, dropout, attention, seed, save)
+        run = _Run(plan, config.num_attention_heads, config.layer_norm_eps, dropout, attention, seed, save, fp8)
         parameters = _parameters(layer)
         if save:
-            hidden = _Layer.apply(hidden, half, run, *parameters)
+            hidden, hidden8 = _Layer.apply(hidden, hidden8, half, run, *parameters)
         else:
-            hidden = _layer_forward(hidden, half, (*parameters[8:10], *parameters[14:16]), run)[0]
+            norms = (*parameters[8:10], *parameters[14:16])
+            hidden, hidden8, _ = _layer_forward(hidden, hidden8, half, norms, run)
     return hidden
+
+
+def why_not_fp8(device: torch.device) -> str | None:
+    """Why products in 8 bits cannot run on this device; None if they can."""
+    if reason := why_not(device):
+        return reason
+    if torch.cuda.get_device_capability(device) < (8, 9):
+        return f"they need compute capability 8.9, {torch.cuda.get_device_name(device)} has less"
+    if tuple(map(int, torch.__version__.split(".")[:2])) < (2, 8):
+        return f"they need torch 2.8, this is {torch.__version__}"
+    return None
+
+
+def use_fp8(model: Any, on: bool = True) -> None:
+    """Lets the encoder of a BERT with a head run its large products in 8 bits under fp16 autocast and a loss scale.
+
+    Set on the module in memory, never saved. Raises Fault where torch or the GPU has no such products.
+    """
+    if on and (reason := why_not_fp8(model.bert.embeddings.word_embeddings.weight.device)):
+        raise Fault(f"products in 8 bits cannot run here: {reason}; train in fp16 or bf16", WRONG_MACHINE)
+    model.bert._packed_fp8 = on
 
 
 class _Head(torch.autograd.Function):

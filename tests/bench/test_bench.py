@@ -50,13 +50,21 @@ def test_contenders_count_the_tokens_they_consumed(task: str) -> None:
     """All rows have one length, so that the tokens of an update are known."""
     store = material.Rows(np.full(64, 16), np.arange(64, dtype=np.int32) % 2)
     theirs = contenders.hugging_face("theirs", task, "bert-tiny", store, 4, PLAN, width=32)
-    mine = contenders.ours("mine", task, "bert-tiny", store, 4, PLAN, "packed")
+    mine = contenders.ours("mine", task, "bert-tiny", store, 4, PLAN)
     assert theirs.tokens_an_update == 4 * 16
     assert mine.tokens_an_update == pytest.approx(128)  # rows of 128 tokens, the smallest there are
     for result in (theirs, mine):
         assert len(result.windows) == 2
         assert min(result.windows) > 0
         assert result.as_dict()["lowest"] <= result.as_dict()["useful_tokens_per_s"] <= result.as_dict()["highest"]
+
+
+def test_chains_can_be_learnt() -> None:
+    """Three tokens in four follow from the one before; a model that learns that has a loss under that of guessing."""
+    store = material.Chains(np.full(20, 32), np.zeros(20, np.int32))
+    follows = np.random.Generator(np.random.PCG64(0)).permutation(400) + material.FIRST_WORD
+    ids = np.stack([store.one(row) for row in range(20)])[:, 1:-1]
+    assert (ids[:, 1:] == follows[ids[:, :-1] - material.FIRST_WORD]).mean() == pytest.approx(0.75, abs=0.06)
 
 
 def test_packed_prediction_must_agree() -> None:
@@ -96,9 +104,11 @@ def test_table_shows_every_result_and_figure() -> None:
     report = {
         "machine": machine(), "matrix_tflops": 100.0,
         "results": [r.as_dict() for r in rows], "figures": [figure.as_dict(100.0)],
+        "accuracy": [{"name": "learner", "eval_losses": [1.0, 2.0, 3.0], "mean": 2.0, "deviation": 1.0}],
     }  # fmt: skip
     text = table(report)
     assert "someone" in text
     assert "1,000" in text
     assert "must reached" in text
+    assert "1.0000, 2.0000, 3.0000" in text
     assert torch.__version__.split("+")[0] in text

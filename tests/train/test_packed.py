@@ -16,14 +16,14 @@ from app.train import packed, packed_attention
 LIMIT = 24  # longest sequence in these tests
 
 
-def small(task: str, dtype: torch.dtype = torch.float64, dropout: float = 0.0):
+def small(task: str, dtype: torch.dtype = torch.float64, dropout: float = 0.0, sizes: tuple[int, int] = (32, 64)):
     torch.manual_seed(0)
     config = BertConfig(
         vocab_size=50,
-        hidden_size=32,
+        hidden_size=sizes[0],
         num_hidden_layers=2,
         num_attention_heads=2,
-        intermediate_size=64,
+        intermediate_size=sizes[1],
         max_position_embeddings=LIMIT,
         hidden_dropout_prob=dropout,
         attention_probs_dropout_prob=dropout,

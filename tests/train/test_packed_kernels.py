@@ -20,6 +20,7 @@ triton = pytest.importorskip("triton", reason="this environment has no Triton")
 import triton.language as tl  # noqa: E402
 from test_packed import gradients, pack, small  # noqa: E402
 
+from app.errors import Fault  # noqa: E402
 from app.train import kernels_attention, kernels_rows, packed, packed_fused  # noqa: E402
 
 DEVICE = "cuda" if GPU else "cpu"
@@ -93,8 +94,8 @@ def test_norm(dtype: torch.dtype, dropout: float) -> None:
     rows, size, seed = 37, 48, 5
     x, residual, dy = torch.randn(3, rows, size, device=DEVICE, dtype=dtype).unbind(0)
     weight, bias = torch.randn(2, size, device=DEVICE).unbind(0)
-    y, z, mean, rstd = kernels_rows.norm(x, residual, weight, bias, 1e-12, dropout, seed, True)
-    dz, dx, sums = kernels_rows.norm_backward(dy, z, mean, rstd, weight, dropout, 0.0, seed)
+    y, _, z, mean, rstd = kernels_rows.norm(x, residual, weight, bias, 1e-12, dropout, seed, True)
+    dz, dx, _, sums = kernels_rows.norm_backward(dy, z, mean, rstd, weight, dropout, 0.0, seed)
     exact = [t.double().requires_grad_() for t in (x, residual, weight, bias, torch.zeros(size, device=DEVICE))]
     branch = exact[0] + exact[4]
     if dropout:
@@ -112,9 +113,9 @@ def test_gelu(dtype: torch.dtype) -> None:
     exact = u.double().requires_grad_()
     want = torch.nn.functional.gelu(exact)
     want.backward(da.double())
-    assert off(kernels_rows.gelu(u), want) < close(dtype)
+    assert off(kernels_rows.gelu(u)[0], want) < close(dtype)
     got = da.clone()
-    sums = kernels_rows.gelu_backward_(got, u)
+    _, sums = kernels_rows.gelu_backward_(got, u)
     assert off(got, exact.grad) < close(dtype)
     assert off(sums, exact.grad.sum(0)) < close(dtype)
 
@@ -225,3 +226,31 @@ def test_chosen_on_a_gpu() -> None:
         assert packed_fused.usable(model.bert)
         model.config.hidden_act = "relu"
         assert not packed_fused.usable(model.bert)
+
+
+@pytest.mark.skipif(
+    not GPU or torch.cuda.get_device_capability() < (8, 9),
+    reason="needs a GPU of compute capability 8.9: 8-bit products",
+)
+def test_fp8_gradients_point_the_same_way() -> None:
+    model = small("mlm", torch.float32, sizes=(128, 256)).to(DEVICE)
+    batch = pack("mlm", [20, 24, 9, 24, 24, 11], 128).to(DEVICE)
+    found = []
+    for on in (False, True):
+        packed.use_fp8(model, on)
+        with torch.autocast("cuda", torch.float16):
+            loss = packed.loss(model, batch)
+        found.append((loss.item(), gradients(model, loss * SCALE)))
+    (loss, want), (loss8, got) = found
+    assert loss8 != loss
+    assert loss8 == pytest.approx(loss, rel=0.02)
+    for name, value in want.items():
+        if value.ndim == 2 and "query" not in name and "key" not in name:
+            cosine = (value * got[name]).sum() / (value.norm() * got[name].norm())
+            assert cosine > 0.97, (name, float(cosine))
+
+
+@pytest.mark.skipif(GPU, reason="needs a machine without a GPU: this is the refusal there")
+def test_fp8_is_refused_without_a_gpu() -> None:
+    with pytest.raises(Fault, match="they need a GPU, this is cpu"):
+        packed.use_fp8(small("mlm"))
