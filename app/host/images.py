@@ -34,8 +34,17 @@ SOURCES = (
 )  #: with the variant's folder: what an image is made of
 
 
-def build(chosen: list[Variant], base_choice: str | None = None, no_cache: bool = False, root: Path = ROOT) -> None:
+def build(
+    chosen: list[Variant],
+    base_choice: str | None = None,
+    no_cache: bool = False,
+    root: Path = ROOT,
+    *,
+    switch: bool = True,
+) -> None:
     """Build, prove and name the image of each variant, then write .env so that compose uses it.
+
+    With several variants compose gets the default one; without ``switch`` it keeps the one that it has.
 
     Raises Fault before anything was made where the machine does not fit, and with no name given where the proof fails.
     """
@@ -52,6 +61,8 @@ def build(chosen: list[Variant], base_choice: str | None = None, no_cache: bool 
         prove(client, variant, image)
         name(client, variant, image)
     use = next((variant for variant in chosen if variant.default), chosen[-1])
+    if not switch:
+        use = in_use(client, use, root)
     print(compose.write(client, use, source.image, root))
 
 
@@ -70,7 +81,7 @@ def ensure(variant: Variant, root: Path = ROOT) -> None:
         return
     if labels is not None:
         print(f"{variant.image} was made from other files than these: building it anew", flush=True)
-    build([variant], labels.get("kit.base") or None if labels else None, root=root)
+    build([variant], labels.get("kit.base") or None if labels else None, root=root, switch=False)
 
 
 def in_use(client: docker.DockerClient, otherwise: Variant, root: Path = ROOT) -> Variant:

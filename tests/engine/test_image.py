@@ -13,7 +13,7 @@ import pytest
 
 from app.errors import WRONG_MACHINE, Fault
 from app.host import base, engine, images, network
-from app.host.variants import ROOT, Variant
+from app.host.variants import ROOT, Variant, variants
 
 pytestmark = pytest.mark.engine
 
@@ -129,6 +129,19 @@ def test_a_failed_proof_leaves_no_image_and_the_old_name_where_it_was(
         client.images.get(broken)
     assert client.images.get(variant.image).id == before
     assert ((ROOT / ".env").read_text() if (ROOT / ".env").exists() else None) == written
+
+
+def test_running_another_variant_once_does_not_switch_compose(
+    client: docker.DockerClient, variant: Variant, tmp_path: Path
+) -> None:
+    """.env keeps its variant as long as the image of that one is there."""
+    (tmp_path / "pinned").symlink_to(ROOT / "pinned")
+    other = next(one for one in variants().values() if one.cuda != variant.cuda)
+    assert images.in_use(client, other, tmp_path) == other
+    (tmp_path / ".env").write_text(f"KIT_VARIANT={variant.cuda}\n")
+    assert images.in_use(client, other, tmp_path).cuda == variant.cuda
+    (tmp_path / ".env").write_text("KIT_VARIANT=0.0\n")
+    assert images.in_use(client, other, tmp_path) == other
 
 
 def test_a_registry_that_cannot_be_reached(client: docker.DockerClient, tmp_path: Path) -> None:
