@@ -22,9 +22,9 @@ import numpy as np
 import torch
 
 from app.bench import material
+from app.predict import run
+from app.predict.config import PredictConfig
 from app.train import launch, loop, model, packed
-from app.train.batches import Layout, packed_shape, plan_epoch
-from app.train.collate import Collator
 from app.train.config import TrainConfig
 
 
@@ -91,9 +91,9 @@ def _run(config: TrainConfig, data: Any, fp8: bool) -> dict[str, Any]:
     how = launch.resolve("gpu-fp16" if torch.cuda.is_available() else "cpu", launch.visible_gpus(), os.environ)
     Path(config.output_dir, "checkpoints").mkdir(parents=True)
     with contextlib.redirect_stderr(io.StringIO()):
-        run = loop.Run(config, how, model.choose(config), data, lambda line: None)
-        packed.use_fp8(run.bert, fp8)
-        return run.train()[1]
+        ready = loop.Run(config, how, model.choose(config), data, lambda line: None)
+        packed.use_fp8(ready.bert, fp8)
+        return ready.train()[1]
 
 
 def ours(
@@ -181,7 +181,11 @@ def hugging_face(
     width: int = 0,
     grouped: bool = False,
 ) -> Result:
-    """Hugging Face's Trainer: padded to ``width`` (0: to the longest of a batch), in random order or grouped by length."""
+    """Hugging Face's Trainer: padded to ``width`` (0: to the longest of a batch), in random order or grouped by length.
+
+    Grouped, its sampler sorts up to 50 batches at a time, longest first (get_length_grouped_indices in transformers'
+    trainer_pt_utils.py): only a window of as many updates sees all lengths, so that is what is measured then.
+    """
     from transformers import Trainer, TrainerCallback, TrainingArguments
 
     counted: list[torch.Tensor] = []
@@ -204,6 +208,8 @@ def hugging_face(
 
     options: dict[str, Any] = {}
     if grouped:  # renamed in transformers 5
+        together = max(1, min(len(store) // (4 * batch_size), 50))
+        plan = Plan(plan.windows, together, together)
         known = TrainingArguments.__dataclass_fields__
         options = (
             {"group_by_length": True} if "group_by_length" in known else {"train_sampling_strategy": "group_by_length"}
@@ -229,8 +235,8 @@ def hugging_face(
         return result
 
 
-def _timed(work: Callable[[], np.ndarray], tokens: int, times: int) -> tuple[list[float], np.ndarray]:
-    rates, answers = [], np.zeros(0)
+def _timed(work: Callable[[], list[int]], tokens: int, times: int) -> tuple[list[float], list[int]]:
+    rates, answers = [], []
     for _ in range(times + 1):
         begin = time.perf_counter()
         answers = work()
@@ -239,68 +245,51 @@ def _timed(work: Callable[[], np.ndarray], tokens: int, times: int) -> tuple[lis
 
 
 @torch.inference_mode()
-def prediction(size: str, store: material.Rows, batch_size: int, row_sequences: int, times: int) -> list[Result]:
-    """Classes of all rows, answers on the host in input order: padded in arrival order, sorted by length, and packed.
+def prediction(size: str, store: material.Rows, batch_size: int, times: int) -> list[Result]:
+    """Classes of all rows, on the host in input order: padded in arrival order and sorted by length, and by our predictor.
 
-    Raises RuntimeError if the packed answers are not the padded ones (99.5 % of the classes, as half precision rounds).
+    All start from token ids. Ours is what ``python -m app.predict`` does with a part of a file once it is tokenised.
+    Raises RuntimeError if its answers are not the padded ones (99.5 % of the classes, as half precision rounds).
     """
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     with _scratch() as folder:
         data = material.training_data(store, Path(folder))
         net = _build("classify", size, data).to(device).eval()
         net = net.half() if device.type == "cuda" else net
-        tokens = int(store.lengths.sum())
-        pad = _Pad(0)
+        tokens, pad = int(store.lengths.sum()), _Pad(0)
         everything = [{"input_ids": store.one(row), "labels": 0} for row in range(len(store))]
 
-        def padded(order: np.ndarray) -> np.ndarray:
+        def padded(order: np.ndarray) -> list[int]:
             answers = torch.empty(len(store), dtype=torch.long)
             for at in range(0, len(order), batch_size):
                 chosen = order[at : at + batch_size]
                 batch = pad([everything[row] for row in chosen])
-                logits = net(
-                    input_ids=batch["input_ids"].to(device), attention_mask=batch["attention_mask"].to(device)
-                ).logits
-                answers[torch.from_numpy(chosen)] = logits.argmax(-1).cpu()
-            return answers.numpy()
+                ids, seen = batch["input_ids"].to(device), batch["attention_mask"].to(device)
+                answers[torch.from_numpy(chosen)] = net(input_ids=ids, attention_mask=seen).logits.argmax(-1).cpu()
+            return answers.tolist()
 
-        shape = packed_shape(store.lengths, row_sequences, material.LONGEST, 0.0)
-        ids = np.concatenate([row["input_ids"] for row in everything])
-        starts = np.concatenate([[0], np.cumsum(store.lengths)])
+        config = PredictConfig(file=("rows.txt",))
+        loaded = run.Loaded(net, data.tokenizer, "classes", material.LONGEST, store.label_names)
+        row_tokens = config.tokens or (65536 if device.type == "cuda" else 4096)
+        parts: list[run.Part] = []
+        for first in range(0, len(store), config.rows_a_part):
+            ids, bounds = store.ids(np.arange(first, min(first + config.rows_a_part, len(store))))
+            parts.append(run.Part(len(parts), first, ids, bounds))
 
-        class _Ready(material.Rows):
-            """Rows already in memory, as the padded contenders have them."""
-
-            def ids(self, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-                bounds = np.concatenate([[0], np.cumsum(self.lengths[rows])])
-                take = np.arange(bounds[-1]) + np.repeat(starts[rows] - bounds[:-1], self.lengths[rows])
-                return ids[take], bounds
-
-        ready = material.training_data(_Ready(store.lengths, store.labels), Path(folder))
-        collator = Collator(ready.train, ready.tokenizer, None, shape, 0, device.type == "cpu")
-
-        def in_rows() -> np.ndarray:
-            plan = plan_epoch(np.arange(len(store)), store.lengths, 0, 0, Layout(row_sequences, 1, 1), shape)
-            order, answers = [], []
-            for update in range(plan.updates):
-                chosen = plan.micro_batch(update, 0, 0)
-                batch = packed.PackedBatch(**collator.collate(chosen, 0).to(device))
-                answers.append(packed.classification_logits(net, batch)[: len(chosen)].argmax(-1))
-                order.append(chosen)
-            found = np.empty(len(store), np.int64)
-            found[np.concatenate(order)] = torch.cat(answers).cpu().numpy()
-            return found
+        def packed_rows() -> list[int]:
+            found = [run._run_part(part, config, loaded, device, row_tokens) for part in parts]
+            return [store.label_names.index(answer["label"]) for answers in found for answer in answers]
 
         arrival, by_length = np.arange(len(store)), np.argsort(-store.lengths, kind="stable")
         results, answers = [], []
         for name, work in (
             ("HF prediction, arrival order", lambda: padded(arrival)),
             ("HF prediction, sorted by length", lambda: padded(by_length)),
-            ("prediction, packed", in_rows),
+            ("prediction, packed", packed_rows),
         ):
             rates, found = _timed(work, tokens, times)
             results.append(Result(name, rates))
-            answers.append(found)
+            answers.append(np.array(found))
         if (same := float((answers[0] == answers[2]).mean())) < 0.995:
             raise RuntimeError(f"packed prediction agrees with padded prediction on {same:.2%} of the rows only")
         return results

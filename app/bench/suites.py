@@ -61,7 +61,7 @@ def run(parts: Sequence[str], windows: int, gpu: bool, say: Callable[[str], None
     """Measure the parts; on a CPU all with BERT-mini, smaller batches and no ``large``."""
     results: dict[str, Result] = {}
     size = "bert-base" if gpu else "bert-mini"
-    store = material.rows(60000 if gpu else 2000)
+    store = material.rows(60000 if gpu else 640)
     packed_batch = int(ROW_TOKENS / float(store.lengths.mean())) if gpu else 16
     fp8 = gpu and packed_fused.why_not_fp8(torch.device("cuda", 0)) is None
     small, large = (32, 128) if gpu else (8, 16)
@@ -95,13 +95,13 @@ def run(parts: Sequence[str], windows: int, gpu: bool, say: Callable[[str], None
     if "predict" in parts:
         say("measuring prediction")
         few = material.rows(8192 if gpu else 256, seed=1)
-        found += contenders.prediction(size, few, 128 if gpu else 32, packed_batch, windows)
+        found += contenders.prediction(size, few, 128 if gpu else 32, windows)
     return found, figures({result.name: result for result in found}, gpu)
 
 
 def accuracy(gpu: bool, say: Callable[[str], None]) -> list[dict[str, Any]]:
     """Evaluation losses after the same tokens, three seeds each: padded through Hugging Face's forward, and packed."""
-    size, sequences = ("bert-mini", 8000) if gpu else ("bert-tiny", 4000)
+    size, sequences = ("bert-mini", 6000) if gpu else ("bert-tiny", 4000)
     kinds = [("padded to 128", "fixed", False), ("packed", "packed", False)]
     if gpu and packed_fused.why_not_fp8(torch.device("cuda", 0)) is None:
         kinds.append(("packed, fp8", "packed", True))

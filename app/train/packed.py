@@ -45,12 +45,15 @@ class PackedBatch:
     lengths: tuple[int, ...] | None = None  #: the sequences' lengths on the host; spares the dense path a sync
 
     def to(self, device: torch.device | str) -> PackedBatch:
-        """The batch on another device; copies from pinned memory overlap with computing."""
-        moved: dict[str, Any] = {
-            field.name: value.to(device, non_blocking=True)
-            for field in fields(self)
-            if isinstance(value := getattr(self, field.name), Tensor)
-        }
+        """The batch on another device. Copies to a GPU go through pinned memory and overlap with computing."""
+        gpu = torch.device(device).type == "cuda"
+        moved: dict[str, Any] = {}
+        for field in fields(self):
+            value = getattr(self, field.name)
+            if isinstance(value, Tensor):
+                if gpu and not value.is_cuda and not value.is_pinned():
+                    value = value.pin_memory()
+                moved[field.name] = value.to(device, non_blocking=True)
         return replace(self, **moved)
 
 

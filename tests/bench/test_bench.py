@@ -9,6 +9,7 @@ import torch
 from app.bench import contenders, material, suites
 from app.bench.__main__ import machine, table
 from app.bench.contenders import Plan, Result
+from app.train import packed
 
 PLAN = Plan(windows=2, updates=1, warmup=1)
 
@@ -68,15 +69,15 @@ def test_chains_can_be_learnt() -> None:
 
 
 def test_packed_prediction_must_agree() -> None:
-    results = contenders.prediction("bert-tiny", material.rows(40), 8, 16, 1)
+    results = contenders.prediction("bert-tiny", material.rows(40), 8, 1)
     assert [len(result.windows) for result in results] == [1, 1, 1]
 
 
 def test_disagreeing_predictions_are_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    logits = contenders.packed.classification_logits
-    monkeypatch.setattr(contenders.packed, "classification_logits", lambda model, batch: -logits(model, batch))
+    logits = packed.classification_logits
+    monkeypatch.setattr(packed, "classification_logits", lambda model, batch: -logits(model, batch))
     with pytest.raises(RuntimeError, match="agrees with padded prediction"):
-        contenders.prediction("bert-tiny", material.rows(40), 8, 16, 1)
+        contenders.prediction("bert-tiny", material.rows(40), 8, 1)
 
 
 def test_verdicts() -> None:
