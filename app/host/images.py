@@ -52,8 +52,7 @@ def build(
     buildx()
     with engine.told("asking the engine what it is"):
         info = client.info()
-    for variant in chosen:
-        check_disk(variant, info)
+    check_disk([variant for variant in chosen if not is_built(client, variant)], info)
     source = base.resolve(client, base_choice, root)
     print(f"base: {source.why}", flush=True)
     for variant in chosen:
@@ -105,18 +104,27 @@ def buildx() -> None:
         )
 
 
-def check_disk(variant: Variant, info: Mapping[str, Any]) -> None:
-    """Raises Fault where the engine's disk cannot hold the image and the wheels it is made from."""
+def check_disk(missing: list[Variant], info: Mapping[str, Any]) -> None:
+    """Raises Fault where the engine's disk cannot hold these images and the wheels that they are made from."""
     free = engine.free_gigabytes(info)
-    needed = variant.gigabytes + WHEELS_GIGABYTES
+    needed = sum(variant.gigabytes + WHEELS_GIGABYTES for variant in missing)
     if free is not None and free < needed:
+        names = ", ".join(variant.image for variant in missing)
         raise Fault(
-            f"the disk under {info['DockerRootDir']} has {free:.1f} GB free, the image of {variant.cuda} needs "
-            f"{needed:.1f} GB "
-            f"while it is built: make room (docker system df, docker builder prune) or set data-root in "
-            f"/etc/docker/daemon.json to a larger disk",
+            f"the disk under {info['DockerRootDir']} has {free:.1f} GB free, building {names} takes {needed:.1f} GB: "
+            f"make room (docker system df, docker builder prune) or set data-root in /etc/docker/daemon.json to a larger "
+            f"disk",
             WRONG_MACHINE,
         )
+
+
+def is_built(client: docker.DockerClient, variant: Variant) -> bool:
+    """Whether an image of this very lock is there: its large layers then need no new room."""
+    with engine.told(f"looking for {variant.image}"):
+        try:
+            return client.images.get(variant.image).labels.get("kit.lock") == variant.lock_hash
+        except docker.errors.ImageNotFound:
+            return False
 
 
 def source_hash(variant: Variant, root: Path = ROOT) -> str:

@@ -20,15 +20,17 @@ VARIANT = default_variant()
 def test_a_small_disk_is_refused_with_both_figures(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(engine, "free_gigabytes", lambda info: 2.0)
     with pytest.raises(Fault, match=r"2\.0 GB free") as caught:
-        images.check_disk(VARIANT, {"DockerRootDir": str(tmp_path)})
-    assert f"{VARIANT.gigabytes + images.WHEELS_GIGABYTES:.1f} GB" in str(caught.value)
+        images.check_disk([VARIANT, VARIANT], {"DockerRootDir": str(tmp_path)})
+    assert f"{2 * (VARIANT.gigabytes + images.WHEELS_GIGABYTES):.1f} GB" in str(caught.value)
     assert caught.value.code == WRONG_MACHINE
 
 
 def test_a_large_disk_and_a_remote_one_pass(monkeypatch: pytest.MonkeyPatch) -> None:
     for free in (500.0, None):
         monkeypatch.setattr(engine, "free_gigabytes", lambda info, free=free: free)
-        images.check_disk(VARIANT, {"DockerRootDir": "/"})
+        images.check_disk([VARIANT], {"DockerRootDir": "/"})
+    monkeypatch.setattr(engine, "free_gigabytes", lambda info: 0.1)
+    images.check_disk([], {"DockerRootDir": "/"})  # everything is built: only the code's small layers are new
 
 
 def test_the_image_counts_as_old_once_a_file_in_it_changed(tmp_path: Path) -> None:
