@@ -26,7 +26,17 @@ from app.errors import WRONG_INPUT, Fault
 from app.train import packed_attention, packed_fused
 from app.train.packed_fused import use_fp8
 
-__all__ = ["PackedBatch", "check_model", "classification_logits", "encode", "loss", "loss_sum", "mlm_logits", "use_fp8"]
+__all__ = [
+    "PackedBatch",
+    "check_model",
+    "classification_logits",
+    "encode",
+    "loss",
+    "loss_sum",
+    "mlm_logits",
+    "path",
+    "use_fp8",
+]
 
 IGNORED = -100  #: target of a padding position
 
@@ -70,6 +80,18 @@ def check_model(model: Any) -> None:
         wrong.append("is_decoder is true, allowed is false")
     if wrong:
         raise Fault(f"--padding packed cannot run this model: {'; '.join(wrong)}; use --padding dynamic", WRONG_INPUT)
+
+
+def path(model: Any, dtype: torch.dtype) -> str:
+    """How packed rows of this model run in ``dtype`` on its device, for a log line; says why where it is not the fastest."""
+    device = next(model.parameters()).device
+    if dtype not in packed_attention.HALF:
+        return f"{str(dtype).removeprefix('torch.')}: Hugging Face's layers, dense attention"
+    reason = packed_fused.unfit(getattr(model, "bert", model))
+    if reason is None:
+        return "hand-written kernels"
+    kind = "FlashAttention" if packed_attention.has_flash(device, dtype) else "dense attention"
+    return f"Hugging Face's layers, {kind} (no hand-written kernels: {reason})"
 
 
 def encode(bert: Any, batch: PackedBatch) -> Tensor:

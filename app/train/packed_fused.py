@@ -50,25 +50,28 @@ def half_type(parameter: Tensor) -> torch.dtype | None:
     if parameter.dtype in HALF:
         return parameter.dtype
     if torch.is_autocast_enabled() and parameter.is_cuda and parameter.dtype == torch.float32:
+        if hasattr(torch, "get_autocast_dtype"):
+            return torch.get_autocast_dtype("cuda")
         return torch.get_autocast_gpu_dtype()
     return None
 
 
-def usable(bert: Any) -> bool:
-    """Whether ``encode`` here can run this model now: half precision on a fitting GPU, exact GELU, width 16 to 128."""
+def unfit(bert: Any) -> str | None:
+    """Why ``encode`` here cannot run this ``BertModel`` on its device in half precision; None if it can."""
     config = bert.config
-    parameter = bert.embeddings.word_embeddings.weight
     width = config.hidden_size // config.num_attention_heads
-    return (
-        parameter.is_cuda
-        and half_type(parameter) is not None
-        and config.hidden_act == "gelu"
-        and width in (16, 32, 64, 128)
-        and config.hidden_size % 16 == 0
-        and config.hidden_size <= 4096
-        and config.intermediate_size % 16 == 0
-        and why_not(parameter.device) is None
-    )
+    if config.hidden_act != "gelu":
+        return f"hidden_act is {config.hidden_act}, the kernels have gelu"
+    if width not in (16, 32, 64, 128):
+        return f"heads are {width} wide, the kernels have 16, 32, 64 and 128"
+    if config.hidden_size % 16 or config.intermediate_size % 16 or config.hidden_size > 4096:
+        return "hidden sizes are not multiples of 16, or over 4096"
+    return why_not(bert.embeddings.word_embeddings.weight.device)
+
+
+def usable(bert: Any) -> bool:
+    """Whether ``encode`` here can run this model now: it fits, and it is in half precision or under autocast."""
+    return half_type(bert.embeddings.word_embeddings.weight) is not None and unfit(bert) is None
 
 
 class _Run(NamedTuple):

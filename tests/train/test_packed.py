@@ -210,3 +210,12 @@ def test_models_it_cannot_run_are_refused() -> None:
     model.config.model_type = "roberta"
     with pytest.raises(Fault, match="'roberta', allowed is 'bert'"):
         packed.check_model(model)
+
+
+def test_path_is_told_with_its_reason() -> None:
+    model = small("mlm")
+    assert packed.path(model, torch.float32) == "float32: Hugging Face's layers, dense attention"
+    model.config.hidden_act = "relu"
+    told = packed.path(model, torch.bfloat16)
+    assert told.startswith("Hugging Face's layers, ")
+    assert "hidden_act is relu" in told
