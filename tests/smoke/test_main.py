@@ -35,6 +35,7 @@ def prepared(devices: dict[str, Any] | None, hung: str = "") -> Prepared:
 
 def run(monkeypatch: pytest.MonkeyPatch, found: Prepared, wanted: int | None = None) -> dict[str, Report]:
     monkeypatch.setattr(smoke, "check_cpu", lambda: found)
+    monkeypatch.setattr(smoke, "check_container", lambda gpus: [passed("folders", "fine")])
     monkeypatch.setattr(smoke, "check_gpus", lambda machine, sweep: [passed("NCCL", f"{len(machine.gpus)} GPUs")])
     return {report.name: report for report in smoke.run(wanted, False)}
 
