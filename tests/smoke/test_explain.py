@@ -40,6 +40,30 @@ def test_cause_and_fix_are_sentences_for_people(failure) -> None:  # type: ignor
     assert not failure.cause.endswith(".")
 
 
+@pytest.mark.parametrize(
+    ("text", "name"),
+    [
+        # What torch 2.4, 2.11 and 2.13 say in a container with a /dev/shm of 1 MB (measured).
+        ("RuntimeError: DataLoader worker (pid(s) 12) is killed by signal: Bus error.", "shm-dataloader"),
+        (
+            "RuntimeError: unable to allocate shared memory(shm) for file </torch_9_25_1>: Resource temporarily "
+            "unavailable (11)",
+            "shm-dataloader",
+        ),
+        (
+            "RuntimeError: unable to allocate shared memory(shm) for file </torch_308_123_0>: No space left on device (28)",
+            "shm-dataloader",
+        ),
+        ("OSError: [Errno 28] No space left on device: '/work/out/x'", "disk-full"),
+        ("NCCL WARN Call to posix_fallocate failed : No space left on device", "shm-nccl"),
+        ("requests.exceptions.ConnectionError: Connection reset by peer", None),
+    ],
+)
+def test_other_wordings(text: str, name: str | None) -> None:
+    explanation = explain(text)
+    assert (explanation.name if explanation else None) == name
+
+
 def test_a_trace_around_it_does_not_hide_it() -> None:
     noise = "\n".join(f"  File 'x.py', line {n}, in f" for n in range(2000))
     explanation = explain(noise + "\n" + recorded("duplicate-gpu") + noise)
