@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from app.errors import STOPPED
+from app.errors import STOPPED, Fault
 from app.measure.clock import StepClock
 from app.measure.flops import of_bert
 from app.train import checkpoints, data, machine, model, packed, packed_attention, record, startup
@@ -91,8 +91,11 @@ class Run:
         self.layout = Layout(config.batch_size, self.launch.accumulation, self.world)
         self.padding = "packed" if config.padding == "auto" else config.padding
         self.shape = None
+        if config.fp8 and (self.padding != "packed" or self.accelerator.mixed_precision != "fp16"):
+            raise Fault(f"--fp8 goes with --padding packed and fp16; these are {self.padding} and {self.accelerator.mixed_precision}. Leave it out.")
         if self.padding == "packed":
             packed.check_model(self.bert)
+            packed.use_fp8(self.bert, config.fp8)
             fraction = config.mask_fraction if mlm else 0.0
             self.shape = packed_shape(split.store.lengths[split.rows], config.batch_size, prepared.max_length, fraction)
         masking = (

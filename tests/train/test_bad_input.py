@@ -40,6 +40,7 @@ ROWS = "".join(json.dumps({"text": f"text number {i}", "label": "ab"[i % 2]}) + 
         (["--train-file", "rows.docx"], 2, "'.docx' is none of"),
         (["--epochs", "0", "--lr", "-1", "--clip", "nan"], 2, "--epochs is 0.0"),
         (["--epochs", "0", "--lr", "-1"], 2, "--lr is -1.0"),
+        (["--train-file", "rows.jsonl", "--fp8"], 2, "--fp8 goes with --padding packed and fp16"),
         (["--padding", "sideways"], 2, "invalid choice"),
         (["--no-such-option"], 2, "--no-such-option"),
         (["--eval-file", "rows.jsonl"], 2, "--eval-file"),

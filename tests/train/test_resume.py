@@ -132,16 +132,17 @@ def test_a_lost_process_ends_the_others(environment, tmp_path: Path) -> None:
     assert all(not Path(f"/proc/{rank}").exists() for rank in ranks)
 
 
-def kill_in_a_loop(environment, tmp_path: Path, kills: int, seed: int) -> int:
+def kill_in_a_loop(environment, tmp_path: Path, kills: int, epochs: int, seed: int) -> int:
     """Kill -9 at random moments until ``kills`` are done, then let it end; returns how many kills hit a started run."""
     write_rows(tmp_path / "rows.jsonl", 200)
-    options = (*OPTIONS, "--save-every", 1, "--keep", 1)
-    draw, survived, longest = random.Random(seed), 0, 12.0
+    options = (*OPTIONS, "--epochs", epochs, "--save-every", 3, "--keep", 1)
+    draw, survived = random.Random(seed), 0
     while survived < kills:
-        shutil.rmtree(tmp_path / "out", ignore_errors=True) if (tmp_path / "out" / "model").exists() else None
+        if (tmp_path / "out" / "model").exists():  # it came to its end between two kills
+            shutil.rmtree(tmp_path / "out")
         child = start(environment, tmp_path, *options, "--output-dir", "out")
         wait_for_update_or_end(tmp_path / "out", child)
-        time.sleep(draw.uniform(0, min(longest, 4.0)))
+        time.sleep(draw.uniform(0, 1.5))
         child.kill()
         child.communicate()
         if child.returncode == -signal.SIGKILL:
@@ -180,12 +181,12 @@ def wait_for_update_or_end(output: Path, process: subprocess.Popen[str]) -> None
 
 
 def test_kill_9_at_random_moments(environment, tmp_path: Path) -> None:
-    assert kill_in_a_loop(environment, tmp_path, 3, 1) == 3
+    assert kill_in_a_loop(environment, tmp_path, 3, 8, 1) == 3
 
 
 @pytest.mark.long
 def test_a_hundred_kills(environment, tmp_path: Path) -> None:
-    assert kill_in_a_loop(environment, tmp_path, 100, 2) == 100
+    assert kill_in_a_loop(environment, tmp_path, 100, 100, 2) == 100
 
 
 @pytest.fixture
