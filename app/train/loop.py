@@ -206,7 +206,7 @@ class Run:
         """Evaluate; False when a signal cut it short, and the evaluation is still due."""
         assert self.held_out is not None
         with self.clock.paused():
-            classes = len(self.prepared.label_names)
+            classes = len(self.prepared.label_names) if self.config.task == "classify" else 0
             found = evaluate(
                 self.learner, self.held_out, 2 * self.config.batch_size, self.accelerator, classes, self.stop.seen
             )
