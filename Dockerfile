@@ -12,6 +12,7 @@ ARG CUDA
 
 FROM ${KIT_BASE} AS base
 ARG CUDA
+LABEL kit.variant="${CUDA:?is not set: build with --build-arg CUDA=VARIANT, a folder of pinned/}"
 # Only packages.txt decides what this layer holds beyond Python; each stage mounts the one file that it reads, so that a
 # change elsewhere in pinned/ leaves it cached. Lists, caches (ldconfig's aux-cache too) and logs lie on tmpfs: they hold
 # times and never reach the image, nor do Debian's .pyc files.
@@ -23,7 +24,6 @@ RUN --mount=type=bind,source=pinned/${CUDA}/packages.txt,target=/tmp/packages.tx
     --mount=type=tmpfs,target=/var/cache \
     --mount=type=tmpfs,target=/var/log \
     set -eux; \
-    : "${CUDA:?build with --build-arg CUDA=VARIANT, a folder of pinned/}"; \
     export DEBIAN_FRONTEND=noninteractive PYTHONDONTWRITEBYTECODE=1; \
     apt() { \
         set -- "$@" -y -q --no-install-recommends -o Acquire::Retries=3; \
