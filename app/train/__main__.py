@@ -12,10 +12,12 @@ from __future__ import annotations
 import json
 import os
 import sys
+import traceback
 from collections.abc import Sequence
 from pathlib import Path
 
-from app.errors import Fault
+from app.errors import WRONG_MACHINE, Fault
+from app.smoke.explain import explain
 from app.train.config import TrainConfig, parse
 from app.train.show import say
 
@@ -31,6 +33,21 @@ def main(arguments: Sequence[str]) -> int:
     except KeyboardInterrupt:
         say("interrupted before there was anything to save")
         return 130
+    except Exception:
+        return _explained(traceback.format_exc())
+
+
+def _explained(trace: str) -> int:
+    """Print a traceback and, where the failure is a known one, its cause and what to do; returns the exit code."""
+    say(trace)
+    found = explain(trace)
+    if found is None:
+        say(
+            "error: this failure is not known here (see the traceback); the last checkpoint is whole, the same command goes on from it"
+        )
+        return 1
+    say(f"error: {found.cause}. {found.fix}")
+    return WRONG_MACHINE
 
 
 def _train(config: TrainConfig, arguments: Sequence[str]) -> int:

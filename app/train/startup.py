@@ -43,6 +43,9 @@ def accelerator(config: TrainConfig, launch: Launch) -> Any:
     from accelerate import Accelerator
     from accelerate.utils import DDPCommunicationHookType, DistributedDataParallelKwargs
 
+    if not hasattr(torch.cpu, "device_count"):  # torch 1.13, of which Accelerate 1.2 asks these two for gloo processes
+        torch.cpu.device_count = lambda: 1
+        torch.cpu.set_device = lambda device: None
     hook = DDPCommunicationHookType(config.compress_gradients)
     ddp = DistributedDataParallelKwargs(
         gradient_as_bucket_view=True, static_graph=launch.accumulation == 1, comm_hook=hook

@@ -138,3 +138,24 @@ def test_a_loss_that_is_no_number_ends_with_4(call, tmp_path: Path) -> None:
     assert "training diverged at update" in done.stderr and (
         "the last good checkpoint is" in done.stderr or "no checkpoint yet" in done.stderr
     )
+
+
+@pytest.mark.parametrize(
+    ("error", "code", "said"),
+    [
+        ("CUDA error: no kernel image is available for execution on the device", 3, "error: "),
+        ("CUDA out of memory. Tried to allocate 2.00 GiB", 3, "batch"),
+        ("something that nobody has seen", 1, "not known here"),
+    ],
+)
+def test_a_failure_inside_is_explained_where_it_is_known(
+    call, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: str, code: int, said: str
+) -> None:
+    from app.train import data
+
+    def fail(*arguments: object) -> None:
+        raise RuntimeError(error)
+
+    monkeypatch.setattr(data, "prepare", fail)
+    done = call("--max-steps", 1)
+    assert done.code == code and "Traceback" in done.stderr and said in done.stderr.splitlines()[-1]
