@@ -15,9 +15,10 @@ import os
 import platform
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from datetime import datetime, timezone
 from importlib import metadata
+from pathlib import Path
 from typing import Any
 
 PARTS = ("mlm", "classify", "predict", "large", "accuracy")
@@ -26,7 +27,7 @@ PARTS = ("mlm", "classify", "predict", "large", "accuracy")
 def main(arguments: Sequence[str]) -> int:
     """Run the chosen parts and print the tables; returns the exit code."""
     parser = argparse.ArgumentParser(prog="python -m app.bench", description=(__doc__ or "").split("\n\n")[0])
-    parser.add_argument("--json", metavar="FILE", help="write all numbers to FILE")
+    parser.add_argument("--json", metavar="FILE", help="write all numbers to FILE, anew after every result")
     parser.add_argument("--only", nargs="+", choices=PARTS, default=list(PARTS), help="the parts to run; default: all")
     parser.add_argument("--windows", type=int, default=5, help="measured windows of each contender (default 5)")
     options = parser.parse_args(arguments)
@@ -34,28 +35,45 @@ def main(arguments: Sequence[str]) -> int:
         parser.error(f"--windows is {options.windows}, allowed is 1 or more")
     import torch
 
-    from app.bench import suites
+    from app.bench import contenders, suites
+    from app.train import record
 
     gpu = torch.cuda.is_available()
     began = time.monotonic()
-    report: dict[str, Any] = {"machine": machine(), "matrix_tflops": round(suites.matrix_rate() / 1e12, 4)}
-    results, figures = suites.run(options.only, options.windows, gpu, progress)
-    report["results"] = [result.as_dict() for result in results]
-    report["figures"] = [figure.as_dict(report["matrix_tflops"]) for figure in figures]
-    report["accuracy"] = suites.accuracy(gpu, progress) if "accuracy" in options.only else []
-    report["seconds"] = round(time.monotonic() - began, 1)
-    print(table(report))
-    if options.json:
-        with open(options.json, "w", encoding="utf-8") as file:
-            json.dump(report, file, indent=2)
-            file.write("\n")
-    print(json.dumps(report))
+    results: list[contenders.Result] = []
+    learnt: list[dict[str, Any]] = []
+
+    def report() -> dict[str, Any]:
+        return {
+            "machine": where, "matrix_tflops": round(rate / 1e12, 4), "results": [r.as_dict() for r in results],
+            "figures": [f.as_dict(rate / 1e12) for f in suites.figures({r.name: r for r in results}, gpu)],
+            "accuracy": learnt, "seconds": round(time.monotonic() - began, 1),
+        }  # fmt: skip
+
+    def keep() -> None:
+        """After every result, so that a run that is cut short has measured something."""
+        if options.json:
+            record.write_json(Path(options.json), report())
+
+    def measured(result: contenders.Result) -> None:
+        results.append(result)
+        print(f"{result.name}: {result.rate:,.0f} useful tokens/s", file=sys.stderr, flush=True)
+        keep()
+
+    def evaluated(row: dict[str, Any]) -> None:
+        learnt.append(row)
+        print(f"{row['name']}: evaluation loss {row['mean']:.4f}", file=sys.stderr, flush=True)
+        keep()
+
+    where, rate = machine(), suites.matrix_rate()
+    try:
+        suites.run(options.only, options.windows, gpu, measured)
+        if "accuracy" in options.only:
+            suites.accuracy(gpu, evaluated)
+    finally:
+        print(table(report()))
+    print(json.dumps(report()))
     return 0
-
-
-def progress(line: str) -> None:
-    """Says on stderr what is being measured."""
-    print(line, file=sys.stderr, flush=True)
 
 
 def machine() -> dict[str, Any]:
@@ -115,5 +133,4 @@ def table(report: dict[str, Any]) -> str:
 
 
 if __name__ == "__main__":
-    run: Callable[[Sequence[str]], int] = main
-    sys.exit(run(sys.argv[1:]))
+    sys.exit(main(sys.argv[1:]))

@@ -102,7 +102,7 @@ def ours(
     """``python -m app.train`` with its own loader, loop, logging and final checkpoint; the windows are its logged lines."""
     with _scratch() as folder, _device_memory() as peak:
         (Path(folder) / "tokenizer").mkdir()
-        data = material.training_data(store, Path(folder) / "tokenizer")
+        data = material.training_data(store, Path(folder) / "tokenizer", task)
         config = TrainConfig(
             task=task, model=size, padding="packed", batch_size=batch_size, max_steps=plan.steps, eval_fraction=0.0,
             max_length=material.LONGEST, save_every=0, log_every=plan.updates, resume="never", output_dir=folder + "/out",
@@ -122,7 +122,7 @@ def learnt(size: str, sequences: int, padding: str, seed: int, fp8: bool = False
     store = material.Chains(np.minimum(drawn.lengths, 128), drawn.labels)
     with _scratch() as folder:
         (Path(folder) / "tokenizer").mkdir()
-        data = material.training_data(store, Path(folder) / "tokenizer", 1000)
+        data = material.training_data(store, Path(folder) / "tokenizer", "mlm", 1000)
         data = replace(data, max_length=128)
         config = TrainConfig(
             task="mlm", model=size, padding=padding, batch_size=32, epochs=2.0, max_length=128, seed=seed,
@@ -215,7 +215,7 @@ def hugging_face(
             {"group_by_length": True} if "group_by_length" in known else {"train_sampling_strategy": "group_by_length"}
         )
     with _scratch() as folder, _device_memory() as peak:
-        data = material.training_data(store, Path(folder))
+        data = material.training_data(store, Path(folder), task)
         gpu = torch.cuda.is_available()
         arguments = TrainingArguments(
             output_dir=folder, per_device_train_batch_size=batch_size, max_steps=plan.steps, fp16=gpu,
@@ -253,7 +253,7 @@ def prediction(size: str, store: material.Rows, batch_size: int, times: int) -> 
     """
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     with _scratch() as folder:
-        data = material.training_data(store, Path(folder))
+        data = material.training_data(store, Path(folder), "classify")
         net = _build("classify", size, data).to(device).eval()
         net = net.half() if device.type == "cuda" else net
         tokens, pad = int(store.lengths.sum()), _Pad(0)

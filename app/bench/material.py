@@ -74,8 +74,8 @@ def rows(count: int, seed: int = 0) -> Rows:
     return Rows(lengths, draw.integers(0, 2, count).astype(np.int32))
 
 
-def training_data(store: Rows, folder: Path, held_out: int = 0) -> TrainingData:
-    """The rows as the trainer takes them, the last ``held_out`` for evaluation.
+def training_data(store: Rows, folder: Path, task: str, held_out: int = 0) -> TrainingData:
+    """The rows as the trainer takes them for ``task``, the last ``held_out`` for evaluation.
 
     ``folder`` is an empty one that stands for the tokenizer's files.
     """
@@ -91,7 +91,8 @@ def training_data(store: Rows, folder: Path, held_out: int = 0) -> TrainingData:
         Split(store, part, labels)  # type: ignore[arg-type]
         for part in (np.arange(edge), np.arange(edge, len(store)))
     )
-    return TrainingData(train, other if held_out else None, store.label_names, tokenizer, LONGEST, {}, {})
+    names = store.label_names if task == "classify" else []
+    return TrainingData(train, other if held_out else None, names, tokenizer, LONGEST, {}, {})
 
 
 def masked(store: Rows, row: int) -> tuple[np.ndarray, np.ndarray]:

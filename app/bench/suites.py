@@ -57,9 +57,8 @@ def matrix_rate() -> float:
     return 2 * size**3 / median(times[3:])
 
 
-def run(parts: Sequence[str], windows: int, gpu: bool, say: Callable[[str], None]) -> tuple[list[Result], list[Figure]]:
-    """Measure the parts; on a CPU all with BERT-mini, smaller batches and no ``large``."""
-    results: dict[str, Result] = {}
+def run(parts: Sequence[str], windows: int, gpu: bool, done: Callable[[Result], None]) -> None:
+    """Measure the parts, handing over every result at once; on a CPU with BERT-mini, smaller batches and no large."""
     size = "bert-base" if gpu else "bert-mini"
     store = material.rows(60000 if gpu else 640)
     packed_batch = int(ROW_TOKENS / float(store.lengths.mean())) if gpu else 16
@@ -68,10 +67,9 @@ def run(parts: Sequence[str], windows: int, gpu: bool, say: Callable[[str], None
     plan = Plan(windows, 10, 20) if gpu else Plan(windows, 1, 1)
 
     def measure(name: str, work: Callable[..., Result], task: str, size: str, *rest: Any, **named: Any) -> None:
-        say(f"measuring {name}")
         result = work(name, task, size, store, *rest, **named)
         result.operations_a_token = _operations(task, size, store)
-        results[name] = result
+        done(result)
 
     if "mlm" in parts:
         label = f"{size} MLM"
@@ -91,28 +89,21 @@ def run(parts: Sequence[str], windows: int, gpu: bool, say: Callable[[str], None
         measure("bert-large MLM, packed", contenders.ours, "mlm", "bert-large", packed_batch, plan)
         if fp8:
             measure("bert-large MLM, packed, fp8", contenders.ours, "mlm", "bert-large", packed_batch, plan, fp8=True)
-    found = list(results.values())
     if "predict" in parts:
-        say("measuring prediction")
         few = material.rows(8192 if gpu else 256, seed=1)
-        found += contenders.prediction(size, few, 128 if gpu else 32, windows)
-    return found, figures({result.name: result for result in found}, gpu)
+        for result in contenders.prediction(size, few, 128 if gpu else 32, windows):
+            done(result)
 
 
-def accuracy(gpu: bool, say: Callable[[str], None]) -> list[dict[str, Any]]:
-    """Evaluation losses after the same tokens, three seeds each: padded through Hugging Face's forward, and packed."""
+def accuracy(gpu: bool, done: Callable[[dict[str, Any]], None]) -> None:
+    """Hands over the evaluation losses after the same tokens, three seeds each: padded through Hugging Face's forward, and packed."""
     size, sequences = ("bert-mini", 6000) if gpu else ("bert-tiny", 4000)
     kinds = [("padded to 128", "fixed", False), ("packed", "packed", False)]
     if gpu and packed_fused.why_not_fp8(torch.device("cuda", 0)) is None:
         kinds.append(("packed, fp8", "packed", True))
-    made = []
     for name, padding, fp8 in kinds:
-        say(f"measuring what is learnt, {name}")
         losses = [contenders.learnt(size, sequences, padding, seed, fp8) for seed in range(3)]
-        made.append(
-            {"name": f"{size} MLM, {name}", "eval_losses": losses, "mean": mean(losses), "deviation": stdev(losses)}
-        )
-    return made
+        done({"name": f"{size} MLM, {name}", "eval_losses": losses, "mean": mean(losses), "deviation": stdev(losses)})
 
 
 def _operations(task: str, size: str, store: material.Rows) -> float:

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import json
+from collections.abc import Callable
+from pathlib import Path
+
 import numpy as np
 import pytest
 import torch
 
 from app.bench import contenders, material, suites
-from app.bench.__main__ import machine, table
+from app.bench.__main__ import machine, main, table
 from app.bench.contenders import Plan, Result
 from app.train import packed
 
@@ -113,3 +117,28 @@ def test_table_shows_every_result_and_figure() -> None:
     assert "must reached" in text
     assert "1.0000, 2.0000, 3.0000" in text
     assert torch.__version__.split("+")[0] in text
+
+
+def test_what_was_measured_survives_a_failure(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def cut_short(parts: object, windows: int, gpu: bool, done: Callable[[Result], None]) -> None:
+        done(Result("the first", [1000.0], 0, 100.0, 1e9))
+        raise RuntimeError("out of memory")
+
+    monkeypatch.setattr(suites, "run", cut_short)
+    monkeypatch.setattr(suites, "matrix_rate", lambda: 1e12)
+    with pytest.raises(RuntimeError, match="out of memory"):
+        main(["--json", str(tmp_path / "bench.json")])
+    assert "the first" in capsys.readouterr().out
+    assert json.loads((tmp_path / "bench.json").read_text())["results"][0]["useful_tokens_per_s"] == 1000
+
+
+def test_learnt_returns_a_loss_below_guessing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A few updates of a tiny model, evaluated by the trainer on rows it did not see."""
+    rows = material.rows
+    monkeypatch.setattr(material, "rows", lambda count: rows(64 + 16) if count > 80 else rows(count))
+    data = material.training_data
+    monkeypatch.setattr(material, "training_data", lambda store, folder, task, held: data(store, folder, task, 16))
+    loss = contenders.learnt("bert-tiny", 64, "packed", 0)
+    assert 5 < loss < np.log(material.VOCABULARY) + 0.2
