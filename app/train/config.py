@@ -75,7 +75,9 @@ class TrainConfig:
     clip: float = option(1.0, "largest gradient norm; 0: no clipping")
     dropout: float = option(-1.0, "dropout of hidden layers and attention; -1: as the model says")
     seed: int = option(0, "one number for the split, the order, the masks, dropout and new weights")
-    fp8: bool = option(False, "fp16 on a GPU from Ada or Hopper on: the large matrix products in 8 bits, faster and coarser")
+    fp8: bool = option(
+        False, "fp16 on a GPU from Ada or Hopper on: the large matrix products in 8 bits, faster and coarser"
+    )
     deterministic: bool = option(False, "same bytes of weights on the same machine and layout, at some cost in speed")
     num_workers: int = option(
         -1, "processes that prepare batches, for each training process; -1: by the CPU cores there are"

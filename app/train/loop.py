@@ -92,7 +92,9 @@ class Run:
         self.padding = "packed" if config.padding == "auto" else config.padding
         self.shape = None
         if config.fp8 and (self.padding != "packed" or self.accelerator.mixed_precision != "fp16"):
-            raise Fault(f"--fp8 goes with --padding packed and fp16; these are {self.padding} and {self.accelerator.mixed_precision}. Leave it out.")
+            raise Fault(
+                f"--fp8 goes with --padding packed and fp16; these are {self.padding} and {self.accelerator.mixed_precision}. Leave it out."
+            )
         if self.padding == "packed":
             packed.check_model(self.bert)
             packed.use_fp8(self.bert, config.fp8)
