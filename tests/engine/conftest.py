@@ -37,9 +37,9 @@ def project(tmp_path: Path) -> Iterator[Path]:
     name = f"kit-test-{os.getpid()}-{time.monotonic_ns() % 100_000}"
     (tmp_path / "docker-compose.yml").write_text(text.replace("name: bert-kit", f"name: {name}", 1), encoding="utf-8")
     yield tmp_path
-    subprocess.run(
-        ["docker", "compose", "down", "--volumes", "--remove-orphans"], cwd=tmp_path, check=True, capture_output=True
-    )
+    subprocess.run(["docker", "compose", "down", "--remove-orphans"], cwd=tmp_path, check=True, capture_output=True)
+    for volume in docker.from_env().volumes.list(filters={"name": f"{name}-caches-"}):  # one for each uid that ran
+        volume.remove()
 
 
 @pytest.fixture(scope="session")
