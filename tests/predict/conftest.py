@@ -19,9 +19,12 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """A classifier and a masked-language model, trained for two updates each on the sample."""
     import json
 
+    import torch
+
     from app.train.__main__ import main
     from app.train.sample import rows
 
+    torch.set_num_threads(1)  # threads of a small model only fight for the cores
     folder = tmp_path_factory.mktemp("models")
     os.environ["KIT_CACHE"] = str(folder / "cache")
     data = folder / "rows.jsonl"
