@@ -356,13 +356,13 @@ class _Head(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, h: Tensor, targets: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
-        from app.train import kernels_rows
+        from app.train import kernels_entropy
 
         vocabulary = len(weight)
         padded = -(-vocabulary // VOCABULARY_STEP) * VOCABULARY_STEP
         matrix = F.pad(weight.to(h.dtype), (0, 0, 0, padded - vocabulary))
         logits = torch.addmm(F.pad(bias.to(h.dtype), (0, padded - vocabulary)), h, matrix.t())
-        losses, lse = kernels_rows.entropy(logits, targets, vocabulary)
+        losses, lse = kernels_entropy.entropy(logits, targets, vocabulary)
         ctx.save_for_backward(h, targets, matrix, logits, lse)
         ctx.types = (vocabulary, weight.dtype, bias.dtype)
         return losses.sum()
@@ -370,11 +370,11 @@ class _Head(torch.autograd.Function):
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
-        from app.train import kernels_rows
+        from app.train import kernels_entropy
 
         h, targets, matrix, logits, lse = ctx.saved_tensors
         vocabulary, weight_type, bias_type = ctx.types
-        dlogits = kernels_rows.entropy_backward(logits, targets, lse, grad, vocabulary)
+        dlogits = kernels_entropy.entropy_backward(logits, targets, lse, grad, vocabulary)
         dweight = _weight_gradient(dlogits, h)[:vocabulary].to(weight_type)
         dbias = dlogits.sum(0, dtype=torch.float32)[:vocabulary].to(bias_type)
         return dlogits @ matrix, None, dweight, dbias

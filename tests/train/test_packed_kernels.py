@@ -21,7 +21,7 @@ import triton.language as tl  # noqa: E402
 from test_packed import gradients, pack, small  # noqa: E402
 
 from app.errors import Fault  # noqa: E402
-from app.train import kernels_attention, kernels_rows, packed, packed_fused  # noqa: E402
+from app.train import kernels_attention, kernels_entropy, kernels_rows, packed, packed_fused  # noqa: E402
 
 DEVICE = "cuda" if GPU else "cpu"
 #: a whole model takes a minute in the interpreter
@@ -137,11 +137,11 @@ def test_entropy(dtype: torch.dtype) -> None:
     vocabulary, padded = 2500, 2560
     logits = torch.randn(9, padded, device=DEVICE, dtype=dtype) * 5
     targets = torch.tensor([0, 2499, 7, -100, 2048, 2047, -100, 1, 5], device=DEVICE)
-    losses, lse = kernels_rows.entropy(logits, targets, vocabulary)
+    losses, lse = kernels_entropy.entropy(logits, targets, vocabulary)
     exact = logits.double().requires_grad_()
     want = torch.nn.functional.cross_entropy(exact[:, :vocabulary], targets, reduction="none")
     (want.sum() * 3).backward()
-    dlogits = kernels_rows.entropy_backward(logits, targets, lse, torch.tensor(3.0, device=DEVICE), vocabulary)
+    dlogits = kernels_entropy.entropy_backward(logits, targets, lse, torch.tensor(3.0, device=DEVICE), vocabulary)
     assert off(losses, want) < 1e-5
     assert off(dlogits, exact.grad) < close(dtype)
     assert (dlogits[:, vocabulary:] == 0).all()
