@@ -110,7 +110,7 @@ def connect(timeout_s: int = 120) -> docker.DockerClient:
 
 def _no_engine(where: str, error: Exception) -> Fault:
     words = str(error)
-    if "Permission denied" in words or "PermissionError" in words:
+    if "Permission denied" in words:
         user = getpass.getuser()
         return Fault(
             f"user {user} may not use the Docker engine at {where}: sudo usermod -aG docker {user}, log in anew "
