@@ -1,12 +1,14 @@
 """The Triton path against the plain one, kernel by kernel and as a whole.
 
 With a GPU the kernels are compiled and run in half precision. Without one Triton's interpreter runs the same code on
-the CPU in float32, which proves the arithmetic but not the compiled code. Without Triton the tests are skipped.
+the CPU in float32, which proves the arithmetic but not the compiled code; that takes Triton 3.6 and, as it turns
+one-element arrays into loop bounds, NumPy before 2.4. Where there is neither the tests are skipped.
 """
 
 from __future__ import annotations
 
 import os
+from importlib import metadata
 
 import pytest
 import torch
@@ -16,6 +18,14 @@ if not GPU:
     os.environ["TRITON_INTERPRET"] = "1"  # read when a kernel is defined, so before the imports below
 
 triton = pytest.importorskip("triton", reason="this environment has no Triton")
+NEWEST = {"triton": (3, 6), "numpy": (2, 4)}
+FOUND = {name: tuple(map(int, metadata.version(name).split(".")[:2])) for name in NEWEST}
+if not GPU and (FOUND["triton"] < NEWEST["triton"] or FOUND["numpy"] >= NEWEST["numpy"]):
+    pytest.skip(
+        f"no GPU of compute capability 8.0, and the interpreter of Triton {FOUND['triton']} with NumPy {FOUND['numpy']} "
+        "cannot run these kernels (it takes Triton 3.6 and NumPy before 2.4)",
+        allow_module_level=True,
+    )
 
 import triton.language as tl  # noqa: E402
 from test_packed import gradients, pack, small  # noqa: E402
