@@ -29,6 +29,7 @@ from app.train.show import Progress
 from app.train.tally import Tally
 
 MOST_SKIPPED = 50  #: fp16 updates skipped in a row before the run is given up: the scale has then fallen by 2^50
+MOST_WAITING = 0.1  #: share of the time spent waiting for data from which the run names it and what to do
 
 
 class Run:
@@ -69,6 +70,9 @@ class Run:
         epoch, total = self.batches.plan(0).updates, self.table.total
         self.say(startup.summary(self.device, precision, self.layout, self.padding, self.shape, epoch, total))
 
+        if self.shape:
+            self.say(f"packed rows run through {packed.path(self.bert, self.dtype)}")
+
         self.tally, self.clock = Tally(), StepClock(self.device)
         self.totals = torch.zeros(2, device=self.device)  # targets of an update, processes that received a signal
         self.work = of_bert(self.bert.config, config.task)
@@ -105,8 +109,10 @@ class Run:
             if mlm
             else None
         )
-        dtype = {"fp16": torch.float16, "bf16": torch.bfloat16}.get(self.accelerator.mixed_precision, torch.float32)
-        host_lengths = not packed_attention.has_flash(self.device, dtype)
+        self.dtype = {"fp16": torch.float16, "bf16": torch.bfloat16}.get(
+            self.accelerator.mixed_precision, torch.float32
+        )
+        host_lengths = not packed_attention.has_flash(self.device, self.dtype)
         pad_to = prepared.max_length if self.padding == "fixed" else 0
         collators = [
             Collator(part, prepared.tokenizer, masking, self.shape, pad_to, host_lengths) if part else None
@@ -275,6 +281,11 @@ class Run:
         }
         result |= {**self.tally.summary(), **self.scores}
         result |= {k: v for k, v in self.prepared.report.items() if k in ("chance_accuracy", "largest_class_accuracy")}
+        if self.tally.waiting() > MOST_WAITING:
+            now = startup.workers(self.config, self.launch, self.device)
+            self.say(
+                f"data: {self.tally.waiting():.0%} of the time went into waiting for batches; use --num-workers {max(2, 2 * now)} (now {now})"
+            )
         startup.on_main(self.accelerator, lambda: model.publish(self.bert, self.prepared, self.output / "model"))
         if self.metrics:
             self.metrics.close()

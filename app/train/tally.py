@@ -25,7 +25,7 @@ class Tally:
         self.rate, self.scale = 0.0, 1.0  # of the last update
         self.run = dict.fromkeys((*COUNTS, "seconds", "operations"), 0.0)
         # Of this process's life, without its first window, which warms up.
-        self.steady = {"seconds": 0.0, "useful": 0.0, "sequences": 0.0}
+        self.steady = {"seconds": 0.0, "useful": 0.0, "sequences": 0.0, "data": 0.0}
         self.warm = False
         self.note = ""
         self._window = dict.fromkeys(COUNTS, 0.0)
@@ -90,6 +90,7 @@ class Tally:
             self.steady["seconds"] += seconds
             self.steady["useful"] += here["useful"]
             self.steady["sequences"] += here["sequences"]
+            self.steady["data"] += times.get("data", 0.0)
         self.warm = True
         loss = total["loss"] / max(1.0, total["targets"])
         values: dict[str, Any] = {
@@ -133,12 +134,17 @@ class Tally:
             **memory,
             "sequences": int(self.run["sequences"]),
             "useful_tokens": int(self.run["useful"]),
+            "data_wait_share": round(self.waiting(), 4),
             "training_seconds": round(self.run["seconds"], 3),
             "useful_tokens_per_s": round(lived["useful"] / per, 1),
             "sequences_per_s": round(lived["sequences"] / per, 2),
             "padding_share": round(1 - self.run["useful"] / max(1.0, self.run["tokens"]), 4),
             "loss_mean": self.run["loss"] / max(1.0, self.run["targets"]),
         }
+
+    def waiting(self) -> float:
+        """Share of this process's time, its first window left out, in which it waited for data."""
+        return self.steady["data"] / self.steady["seconds"] if self.steady["seconds"] else 0.0
 
     def state(self) -> dict[str, Any]:
         """For a checkpoint; call ``gather(window_only=True)`` first."""
