@@ -117,13 +117,17 @@ def test_block_widths_change_nothing(step: int, monkeypatch: pytest.MonkeyPatch)
         torch.testing.assert_close(got[name], value, msg=lambda m, name=name: f"{name}: {m}")
 
 
-def test_dense_with_dropout_path_equals_sdpa() -> None:
-    """The written-out softmax (dropout, torch 1.13) against torch's attention, masked; dropout is next to 0."""
+@pytest.mark.parametrize("dropout", [0.0, 1e-12])
+def test_dense_attention_sees_what_the_mask_shows(dropout: float) -> None:
+    """Torch's attention, and the written-out one (dropout on a CPU, torch 1.13; next to no dropout drops nothing)."""
     torch.manual_seed(1)
     query, key, value = torch.randn(3, 2, 4, 8, 16, dtype=torch.float64).unbind(0)
-    mask = (torch.arange(8) < torch.tensor([8, 3])[:, None])[:, None, None]
-    expected = torch.nn.functional.scaled_dot_product_attention(query, key, value, attn_mask=mask)
-    torch.testing.assert_close(packed_attention._dense(query, key, value, mask, 1e-12), expected)
+    lengths = [8, 3]
+    mask = (torch.arange(8) < torch.tensor(lengths)[:, None])[:, None, None]
+    got = packed_attention._dense(query, key, value, mask, dropout)
+    for place, n in enumerate(lengths):
+        weights = (query[place] @ key[place, :, :n].transpose(1, 2) / 4).softmax(-1)
+        torch.testing.assert_close(got[place], weights @ value[place, :, :n])
 
 
 def test_no_token_sees_another_sequence() -> None:
@@ -184,6 +188,9 @@ def test_dropout_is_honoured_and_repeatable() -> None:
     assert packed.loss(model, batch).item() == packed.loss(model, batch).item()
 
 
+@pytest.mark.skipif(
+    torch.__version__.startswith("1."), reason="torch 1.13: no layer norm of mixed types on the CPU, packed or not"
+)
 def test_bfloat16_autocast_is_close() -> None:
     model, batch = small("mlm", torch.float32), pack("mlm", [6, 11, 3, 20], 64)
     exact = packed.loss(copy.deepcopy(model).double(), batch)
