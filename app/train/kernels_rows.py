@@ -181,20 +181,6 @@ def _norm_backward(
 
 
 @triton.jit
-def _sum_positions(dz, starts, sums, sequences, SIZE: tl.constexpr, COLUMNS: tl.constexpr, GROUP: tl.constexpr):
-    position = tl.program_id(0)
-    column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
-    total = tl.zeros([COLUMNS], tl.float32)
-    for first in range(0, sequences, GROUP):
-        which = first + tl.arange(0, GROUP)
-        row = tl.load(starts + which, mask=which < sequences, other=0) + position
-        end = tl.load(starts + which + 1, mask=which < sequences, other=0)
-        inside = (row < end)[:, None] & (column < SIZE)[None, :]
-        total += tl.sum(tl.load(dz + row.to(tl.int64)[:, None] * SIZE + column[None, :], mask=inside, other=0.0), 0)
-    tl.store(sums + position * SIZE + column, total, mask=column < SIZE)
-
-
-@triton.jit
 def _gelu_forward(u, a, a8, count, BLOCK: tl.constexpr, EIGHT: tl.constexpr):
     place = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     x = tl.load(u + place, mask=place < count, other=0.0).to(tl.float32)
@@ -309,19 +295,6 @@ def norm_backward(
         EIGHT=eight, num_warps=_warps(size, 1024),
     )  # fmt: skip
     return dz, dx, dx8, sums.sum(0)
-
-
-def sum_positions(dz: Tensor, cu_seqlens: Tensor, positions: int) -> Tensor:
-    """[positions, size] sums of dz, float32 [rows, size], over the first, second, ... row of every sequence.
-
-    The gradient of a position table. torch's own adds with atomics where an index repeats as often, in any order.
-    """
-    size = dz.shape[1]
-    sums = torch.empty((positions, size), dtype=torch.float32, device=dz.device)
-    _sum_positions[(positions, triton.cdiv(size, 256))](
-        dz, cu_seqlens, sums, len(cu_seqlens) - 1, SIZE=size, COLUMNS=256, GROUP=32, num_warps=4
-    )
-    return sums
 
 
 def gelu(u: Tensor, eight: bool = False) -> tuple[Tensor, Tensor]:

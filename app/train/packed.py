@@ -46,7 +46,7 @@ class PackedBatch:
     """The tensors of one row of T tokens, all on one device."""
 
     input_ids: Tensor  #: [T] int64, 0 in the padding at the end
-    position_ids: Tensor  #: [T] int64, from 0 again in each sequence; anything in the padding
+    position_ids: Tensor  #: [T] int64, from 0 again in each sequence
     token_type_ids: Tensor | None  #: [T] int64, or None where all are 0
     cu_seqlens: Tensor  #: [S+1] int32 starts of the sequences, then T until full; padding tokens are sequences too
     max_seqlen: int  #: no sequence is longer; the same for a whole run

@@ -257,7 +257,7 @@ class _Embed(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any, rows: tuple[Tensor, Tensor, Tensor | None], options: tuple[float, float, int, torch.dtype, int, bool],
-        cu_seqlens: Tensor, words: Tensor, positions: Tensor, types: Tensor, weight: Tensor, bias: Tensor,
+        words: Tensor, positions: Tensor, types: Tensor, weight: Tensor, bias: Tensor,
     ) -> tuple[Tensor, Tensor]:  # fmt: skip
         from app.train import kernels_rows
 
@@ -265,7 +265,7 @@ class _Embed(torch.autograd.Function):
         y, y8, z, mean, rstd = kernels_rows.embed(
             *rows, (words, positions, types), weight, bias, eps, dropout, seed, True, dtype, fp8
         )
-        ctx.save_for_backward(z, mean, rstd, weight, rows[0], rows[2], cu_seqlens)
+        ctx.save_for_backward(z, mean, rstd, weight, *rows)
         ctx.options = (dropout, seed, padding, len(words), len(positions), len(types), words.dtype, weight.dtype)
         if not fp8:
             y8 = y.new_empty(0)
@@ -278,19 +278,19 @@ class _Embed(torch.autograd.Function):
     def backward(ctx: Any, dy: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
         from app.train import kernels_rows
 
-        z, mean, rstd, weight, ids, types, cu_seqlens = ctx.saved_tensors
+        z, mean, rstd, weight, ids, positions, types = ctx.saved_tensors
         dropout, seed, padding, words, places, kinds, dtype, norm_type = ctx.options
         dz, _, _, sums = kernels_rows.norm_backward(
             dy.contiguous(), z, mean, rstd, weight, 0.0, dropout, seed, torch.float32
         )
-        dwords = torch.ops.aten.embedding_dense_backward(dz, ids, words, padding, False).to(dtype)
-        dplaces = kernels_rows.sum_positions(dz, cu_seqlens, places)
+        table = torch.ops.aten.embedding_dense_backward
+        dwords = table(dz, ids, words, padding, False).to(dtype)
+        dplaces = table(dz, positions, places, -1, False)
         if types is None:
             dtypes = F.pad(dplaces.sum(0)[None], (0, 0, 0, kinds - 1))
         else:
-            dtypes = F.one_hot(types, kinds).to(dz.dtype).t() @ dz
-        norm_grads = (sums[0].to(norm_type), sums[1].to(norm_type))
-        return None, None, None, dwords, dplaces.to(dtype), dtypes.to(dtype), *norm_grads
+            dtypes = table(dz, types, kinds, -1, False)
+        return None, None, dwords, dplaces.to(dtype), dtypes.to(dtype), sums[0].to(norm_type), sums[1].to(norm_type)
 
 
 def encode(bert: Any, batch: Any) -> Tensor:
@@ -312,7 +312,7 @@ def encode(bert: Any, batch: Any) -> Tensor:
     fp8 = dtype == torch.float16 and getattr(bert, "_packed_fp8", False)
     if save:
         options = (config.layer_norm_eps, dropout, seeds[-1], dtype, padding, fp8)
-        hidden, hidden8 = _Embed.apply(rows, options, batch.cu_seqlens, *tables, *norm)
+        hidden, hidden8 = _Embed.apply(rows, options, *tables, *norm)
     else:
         hidden, hidden8, *_ = kernels_rows.embed(
             *rows, tables, *norm, config.layer_norm_eps, dropout, seeds[-1], False, dtype, fp8

@@ -116,17 +116,6 @@ def test_norm(dtype: torch.dtype, dropout: float) -> None:
         assert off(got, expected) < close(dtype)
 
 
-def test_sum_positions() -> None:
-    torch.manual_seed(0)
-    dz, cu_seqlens = torch.randn(TOKENS, 272, device=DEVICE), starts(LENGTHS)
-    want = torch.zeros(300, 272, device=DEVICE, dtype=torch.float64)
-    for begin, end in zip(cu_seqlens.tolist(), cu_seqlens.tolist()[1:], strict=False):
-        want[: end - begin] += dz[begin:end]
-    got = kernels_rows.sum_positions(dz, cu_seqlens, 300)
-    assert off(got, want) < 1e-6
-    assert torch.equal(got, kernels_rows.sum_positions(dz, cu_seqlens, 300))
-
-
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_gelu(dtype: torch.dtype) -> None:
     torch.manual_seed(0)
