@@ -11,6 +11,7 @@ import subprocess
 import time
 from pathlib import Path
 
+import psutil
 import pytest
 from conftest import accelerate_file, command, metrics, write_rows
 
@@ -121,11 +122,9 @@ def test_a_lost_process_ends_the_others(environment, tmp_path: Path) -> None:
     config = accelerate_file(tmp_path / "a.yaml", 2, 1)
     child = start(environment, tmp_path, *OPTIONS, "--accelerate", config, "--output-dir", "out", "--log-every", 1)
     wait_for_update(tmp_path / "out", child)
-    ranks = subprocess.run(
-        ["ps", "-o", "pid=", "--ppid", str(child.pid)], capture_output=True, text=True, check=True
-    ).stdout.split()
+    ranks = [process.pid for process in psutil.Process(child.pid).children()]
     assert len(ranks) == 2
-    os.kill(int(ranks[1]), signal.SIGKILL)
+    os.kill(ranks[1], signal.SIGKILL)
     _, err = child.communicate(timeout=150)
     assert child.returncode == 3
     assert "was ended by SIGKILL" in err
