@@ -49,10 +49,10 @@ def pick_runtime(runtime: str) -> str:
 
 
 def wants_cpu(arguments: list[str]) -> bool:
-    """Whether the trainer was told to use the CPU, so that GPUs which stay unused are no surprise."""
-    joined = [word.partition("=")[2] for word in arguments if word.startswith("--accelerate=")]
-    split = [after for word, after in itertools.pairwise(arguments) if word == "--accelerate"]
-    return "cpu" in joined + split
+    """Whether the program was told to use the CPU (the trainer's --accelerate cpu, smoke's --gpus 0), so that GPUs which stay unused are no surprise."""
+    asked = {("--accelerate", "cpu"), ("--gpus", "0")}
+    joined = [(flag, value) for flag, _, value in (word.partition("=") for word in arguments)]
+    return any(pair in asked for pair in [*joined, *itertools.pairwise(arguments)])
 
 
 def check_gpus(arguments: list[str]) -> None:

@@ -46,6 +46,9 @@ def test_arguments_with_spaces_quotes_and_dashes_survive_invoke(tmp_path: Path) 
         (["--accelerate", "ddp-fp16"], False),
         (["--output-dir", "cpu"], False),
         ([], False),
+        (["--gpus", "0"], True),
+        (["--gpus=0"], True),
+        (["--gpus", "2"], False),
     ],
 )
 def test_the_cpu_must_be_asked_for(arguments: list[str], expected: bool) -> None:
