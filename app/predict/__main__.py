@@ -9,13 +9,13 @@ from __future__ import annotations
 
 import json
 import os
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from app.errors import STOPPED, Fault
 from app.predict.config import PredictConfig, parse
+from app.train.launch import run_as_program
 from app.train.show import Progress, say
 
 
@@ -130,4 +130,4 @@ def _model_hash(name: str) -> str:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    run_as_program(main)

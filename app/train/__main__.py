@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import json
 import os
-import sys
 import traceback
 from collections.abc import Sequence
 from pathlib import Path
@@ -19,6 +18,7 @@ from pathlib import Path
 from app.errors import WRONG_MACHINE, Fault
 from app.smoke.explain import explain
 from app.train.config import TrainConfig, parse
+from app.train.launch import run_as_program
 from app.train.show import say
 
 
@@ -51,7 +51,7 @@ def _explained(trace: str) -> int:
 
 
 def _train(config: TrainConfig, arguments: Sequence[str]) -> int:
-    from app.train import data, launch, machine, model, record
+    from app.train import data, launch, machine, model
     from app.train.loop import Run
 
     worker = launch.is_worker(os.environ)
@@ -81,8 +81,6 @@ def _train(config: TrainConfig, arguments: Sequence[str]) -> int:
         if code == 0:
             tell(f"the model is in {output / 'model'}, metrics in {output / 'metrics.jsonl'}")
         print(json.dumps(result, ensure_ascii=False), flush=True)
-    if worker:
-        record.leave_group()
     return code
 
 
@@ -114,4 +112,4 @@ def _look_at_folder(config: TrainConfig, output: Path) -> dict[str, object] | No
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    run_as_program(main)

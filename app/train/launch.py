@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from app.errors import STOPPED, WRONG_MACHINE, Fault
 
@@ -329,6 +329,27 @@ def _obituary(rank: int, pid: int, code: int, count: int) -> str:
         "; /dev/shm is often too small: give the container a larger shm_size" if -code == signal.SIGBUS else ""
     )
     return f"process {rank} of {count} (pid {pid}) was ended by {name}{more}; the others are stopped, and the same command goes on from the last checkpoint"
+
+
+def run_as_program(main: Callable[[Sequence[str]], int]) -> NoReturn:
+    """Run ``main`` on this process's arguments and end with its exit code.
+
+    One of several processes ends without tearing Python down: what is written is flushed, and gloo's threads, whose peer may be gone
+    already, have been seen to wait for each other for ever when their group is destroyed (torch 2.4).
+    """
+    try:
+        code = main(sys.argv[1:])
+    except SystemExit as ended:
+        code = ended.code if isinstance(ended.code, int) else 1 if ended.code else 0
+    if is_worker(os.environ):
+        import torch
+
+        if torch.distributed.is_initialized() and torch.distributed.get_backend() == "nccl":
+            torch.distributed.destroy_process_group()
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+    sys.exit(code)
 
 
 def die_with_parent() -> None:

@@ -96,14 +96,6 @@ def still_there(files: dict[str, str]) -> bool:
     return all(Path(path).is_file() and content_hash(path) == digest for path, digest in files.items())
 
 
-def leave_group() -> None:
-    """Leave torch's process group in order, so that no rank reports its peers as lost."""
-    import torch
-
-    if torch.distributed.is_initialized():
-        torch.distributed.destroy_process_group()
-
-
 def environment() -> dict[str, Any]:
     """What the run ran on: versions, lock, image, driver, GPUs, git revision, with the time of day."""
     import torch
