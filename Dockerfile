@@ -95,6 +95,9 @@ COPY tests /opt/kit/tests
 COPY app /opt/kit/app
 # Readable for every uid, however strict the umask of the checkout.
 RUN chmod -R u=rwX,go=rX /opt/kit
+# For the record of a run: there is no git in here.
+ARG KIT_REVISION
+ENV KIT_REVISION=${KIT_REVISION}
 USER 1000:1000
 WORKDIR /work
 CMD ["python", "-m", "app.train", "--help"]

@@ -33,6 +33,9 @@ def main(arguments: Sequence[str]) -> int:
     options = parser.parse_args(arguments)
     if options.windows < 1:
         parser.error(f"--windows is {options.windows}, allowed is 1 or more")
+    # Every contender on one GPU: with several, Hugging Face's Trainer would spread each batch over all of them.
+    if os.environ.get("CUDA_VISIBLE_DEVICES") != "":
+        os.environ["CUDA_VISIBLE_DEVICES"] = os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0]
     import torch
 
     from app.bench import contenders, suites

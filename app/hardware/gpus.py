@@ -29,6 +29,8 @@ THROTTLE: dict[int, str] = {
 #: Reasons that say the card cannot cool itself or is not fed enough.
 THERMAL_BITS = 0x8 | 0x20 | 0x40
 POWER_BITS = 0x4 | 0x80
+#: The power supply told the card to slow down; 0x4, its own power limit, is what a card at full load runs into.
+POWER_BRAKE_BIT = 0x80
 
 
 @dataclass

@@ -153,14 +153,18 @@ def labels(variant: Variant, source: base.Base, root: Path = ROOT) -> dict[str, 
         "kit.driver": variant.driver_floor,
         "kit.architectures": " ".join(variant.architectures),
     }
-    done = (
-        subprocess.run(["git", "-C", str(root), "rev-parse", "HEAD"], capture_output=True, text=True, check=False)
-        if shutil.which("git")
-        else None
-    )
-    if done and done.returncode == 0:
-        found["org.opencontainers.image.revision"] = done.stdout.strip()
+    if revision := git_revision(root):
+        found["org.opencontainers.image.revision"] = revision
     return found
+
+
+def git_revision(root: Path = ROOT) -> str:
+    """The commit of the checkout, with ``-dirty`` where it was changed since; empty where there is no git."""
+    if not shutil.which("git"):
+        return ""
+    asked = ["git", "-C", str(root), "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
+    done = subprocess.run(asked, capture_output=True, text=True, check=False)
+    return done.stdout.strip() if done.returncode == 0 else ""
 
 
 def build_one(variant: Variant, source: base.Base, no_cache: bool = False, root: Path = ROOT) -> str:
@@ -175,6 +179,7 @@ def build_one(variant: Variant, source: base.Base, no_cache: bool = False, root:
             *("docker", "buildx", "build", "--builder", builder(), "--load", "--provenance=false"),
             *("--iidfile", str(told), "--build-arg", f"CUDA={variant.cuda}"),
             *("--build-arg", f"SOURCE_DATE_EPOCH={locks_date(root / 'pinned')}"),
+            *("--build-arg", f"KIT_REVISION={git_revision(root)}"),
             *(["--build-arg", f"KIT_BASE={source.image}"] if source.image else []),
             *(["--no-cache"] if no_cache else []),
             *(word for key, value in labels(variant, source, root).items() for word in ("--label", f"{key}={value}")),

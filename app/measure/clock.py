@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -23,20 +23,44 @@ class StepClock:
         self.host: dict[str, float] = {}
         self.events: list[tuple[str, Any, Any]] = []
         self.began = time.perf_counter()
+        self.last_gradient: Any = None
+
+    def end_backward_at(self, parameters: Iterable[torch.nn.Parameter]) -> None:
+        """From now on what a part takes after the last of these gradients was computed is timed as ``communication``.
+
+        For parameters whose gradients come last: behind them a backward pass only waits for the other processes.
+        """
+        for parameter in parameters:
+            parameter.register_hook(self._note_gradient)
+
+    def _note_gradient(self, gradient: torch.Tensor) -> None:
+        if self.cuda:
+            self.last_gradient = torch.cuda.Event(enable_timing=True)
+            self.last_gradient.record()
+        else:
+            self.last_gradient = time.perf_counter()
 
     @contextmanager
-    def part(self, name: str) -> Iterator[None]:
-        """Time what is launched inside under ``name``."""
+    def part(self, name: str, communicates: bool = False) -> Iterator[None]:
+        """Time what is launched inside under ``name``; see ``end_backward_at`` for a backward pass that ``communicates``."""
+        self.last_gradient = None
         if self.cuda and name not in WAITED_ON_HOST:
             first, last = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
             first.record()
             yield
             last.record()
+            if communicates and self.last_gradient is not None:
+                self.events.append(("communication", self.last_gradient, last))
+                last = self.last_gradient
             self.events.append((name, first, last))
             return
         at = time.perf_counter()
         yield
-        self.host[name] = self.host.get(name, 0.0) + time.perf_counter() - at
+        now = time.perf_counter()
+        if communicates and self.last_gradient is not None:
+            self.host["communication"] = self.host.get("communication", 0.0) + now - self.last_gradient
+            now = self.last_gradient
+        self.host[name] = self.host.get(name, 0.0) + now - at
 
     @contextmanager
     def paused(self) -> Iterator[None]:
@@ -58,3 +82,20 @@ class StepClock:
         parts["total"] = now - self.began
         self.host, self.events, self.began = {}, [], now
         return parts
+
+
+class Later:
+    """Numbers on a device, copied to the host without waiting; ``read`` waits if they are not there yet."""
+
+    def __init__(self, values: torch.Tensor) -> None:
+        self.values, self.done = values, None
+        if values.is_cuda:
+            self.values = torch.empty_like(values, device="cpu", pin_memory=True)
+            self.values.copy_(values, non_blocking=True)
+            self.done = torch.cuda.Event()
+            self.done.record()
+
+    def read(self) -> list[float]:
+        if self.done is not None:
+            self.done.synchronize()
+        return [float(value) for value in self.values.reshape(-1)]

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import ctypes
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from app.hardware.cuda import probe_cuda
 from app.hardware.drivers import MINOR_VERSION, UNKNOWN, judge_driver
 from app.hardware.gpus import Gpu, Machine
 from app.hardware.health import judge_gpu
@@ -14,9 +14,6 @@ from app.hardware.nvml import read
 from app.hardware.report import Report, failed, passed, skipped, warning
 from app.smoke.explain import explain
 from app.smoke.stage import begin, finish, mark
-
-#: cuDeviceGetAttribute numbers of the compute capability.
-_MAJOR, _MINOR = 75, 76
 
 
 def main() -> None:
@@ -37,37 +34,6 @@ def host_gpus(root: Path = Path("/proc/driver/nvidia/gpus")) -> int:
 def device_nodes(root: Path = Path("/dev")) -> list[str]:
     """The GPU device files that this container was given."""
     return sorted(path.name for path in root.glob("nvidia[0-9]*"))
-
-
-def probe_cuda(library: str = "libcuda.so.1") -> dict[str, Any]:
-    """Start CUDA through the driver's own library.
-
-    Keys: error (text or ""), code (of cuInit), version ("13.0"), devices (bus_id and capability of each).
-    """
-    found: dict[str, Any] = {"error": "", "code": None, "version": None, "devices": []}
-    try:
-        cuda = ctypes.CDLL(library)
-    except OSError as error:
-        return {**found, "error": str(error)}
-    code = cuda.cuInit(0)
-    found["code"] = code
-    if code:
-        text = ctypes.c_char_p()
-        cuda.cuGetErrorString(code, ctypes.byref(text))
-        return {**found, "error": f"Error {code}: {text.value.decode() if text.value else 'unknown'}"}
-    version, count = ctypes.c_int(), ctypes.c_int()
-    cuda.cuDriverGetVersion(ctypes.byref(version))
-    cuda.cuDeviceGetCount(ctypes.byref(count))
-    found["version"] = f"{version.value // 1000}.{version.value % 1000 // 10}"
-    for ordinal in range(count.value):
-        device, bus = ctypes.c_int(), ctypes.create_string_buffer(32)
-        major, minor = ctypes.c_int(), ctypes.c_int()
-        cuda.cuDeviceGet(ctypes.byref(device), ordinal)
-        cuda.cuDeviceGetPCIBusId(bus, 32, device)
-        cuda.cuDeviceGetAttribute(ctypes.byref(major), _MAJOR, device)
-        cuda.cuDeviceGetAttribute(ctypes.byref(minor), _MINOR, device)
-        found["devices"].append({"bus_id": bus.value.decode().lower()[-12:], "capability": [major.value, minor.value]})
-    return found
 
 
 def in_cuda_order(machine: Machine, cuda: dict[str, Any]) -> Machine:

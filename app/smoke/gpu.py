@@ -6,9 +6,10 @@ import argparse
 import math
 from typing import Any
 
+from app.hardware.cuda import bus_id
 from app.hardware.report import PASSED, Report, passed
-from app.smoke.devices import probe_cuda
-from app.smoke.load import Watcher, copies, load, wrong_numbers
+from app.hardware.watch import Watcher
+from app.smoke.load import copies, load, wrong_numbers
 from app.smoke.stage import begin, finish, mark
 
 #: Largest relative error of a product of two random 512 x 512 matrices against float64, by precision. Some ten times
@@ -34,12 +35,6 @@ def main(arguments: list[str] | None = None) -> None:
     if reports[0].status == PASSED:
         reports += [copies(index, watcher), load(index, watcher)]
     finish(reports, free_bytes=free, total_bytes=total)
-
-
-def bus_id(index: int) -> str:
-    """PCI bus id of a CUDA device ("0000:3d:00.0"), which is how NVML knows it; "" when unknown."""
-    devices = probe_cuda()["devices"]
-    return str(devices[index]["bus_id"]) if index < len(devices) else ""
 
 
 def precisions(capability: tuple[int, int]) -> list[str]:

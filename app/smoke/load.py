@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 import time
 from typing import Any
 
@@ -10,83 +9,13 @@ from app.hardware.gpus import POWER_BITS, THERMAL_BITS, reasons
 from app.hardware.links import host_copy
 from app.hardware.peaks import dense_tflops
 from app.hardware.report import PASSED, Report, failed, passed, warning
+from app.hardware.watch import Watcher
 from app.smoke.stage import mark
 
 LOAD_SECONDS = 3.0
 #: Share of the datasheet's dense rate that a healthy card reaches in a large product (H200: 80 %).
 LEAST_OF_PEAK = 0.5
 COPY_BYTES = 256 << 20
-
-
-class Watcher:
-    """Samples clocks, temperature, power, throttle reasons and the PCIe link of one GPU while it works."""
-
-    def __init__(self, bus: str) -> None:
-        self.samples: list[dict[str, Any]] = []
-        self.problem = ""
-        self._handle: Any = None
-        self._stop = threading.Event()
-        self._thread: threading.Thread | None = None
-        try:
-            import pynvml
-
-            pynvml.nvmlInit()
-            self._handle = pynvml.nvmlDeviceGetHandleByPciBusId(bus.encode())
-        except Exception as error:  # NVML may be missing or refuse; then there are no samples, and the reports say so
-            self.problem = f"{type(error).__name__}: {error}"
-
-    def sample(self) -> dict[str, Any]:
-        """One reading; a value that the driver does not offer is None."""
-        import pynvml
-
-        from app.hardware.nvml import throttle_bits
-
-        def ask(function: str, *rest: Any) -> Any:
-            try:
-                return getattr(pynvml, function)(self._handle, *rest)
-            except (pynvml.NVMLError, AttributeError):
-                return None
-
-        power = ask("nvmlDeviceGetPowerUsage")
-        return {
-            "clock_mhz": ask("nvmlDeviceGetClockInfo", pynvml.NVML_CLOCK_SM),
-            "clock_max_mhz": ask("nvmlDeviceGetMaxClockInfo", pynvml.NVML_CLOCK_SM),
-            "temperature_c": ask("nvmlDeviceGetTemperature", pynvml.NVML_TEMPERATURE_GPU),
-            "power_w": power / 1000 if power is not None else None,
-            "throttle": throttle_bits(pynvml, self._handle),
-            "pcie_gen": ask("nvmlDeviceGetCurrPcieLinkGeneration"),
-            "pcie_width": ask("nvmlDeviceGetCurrPcieLinkWidth"),
-        }
-
-    def start(self) -> None:
-        """Begin to sample, ten times a second."""
-        self.samples = []
-        self._stop.clear()
-        if self._handle is None:
-            return
-
-        def watch() -> None:
-            while not self._stop.wait(0.1):
-                self.samples.append(self.sample())
-
-        self._thread = threading.Thread(target=watch, daemon=True)
-        self._thread.start()
-
-    def stop(self) -> None:
-        """End sampling."""
-        self._stop.set()
-        if self._thread is not None:
-            self._thread.join(timeout=5)
-
-    def highest(self, key: str) -> Any:
-        """The largest sample of a value, or None when there is none."""
-        values = [sample[key] for sample in self.samples if sample[key] is not None]
-        return max(values) if values else None
-
-    def median(self, key: str) -> Any:
-        """The middle sample of a value, or None when there is none."""
-        values = sorted(sample[key] for sample in self.samples if sample[key] is not None)
-        return values[len(values) // 2] if values else None
 
 
 def wrong_numbers(name: str, summary: str, **data: Any) -> Report:

@@ -116,7 +116,11 @@ def uses_nvls(log: NcclLog) -> bool:
 
 
 def bandwidth(machine: Machine, ranks: Ranks, log: NcclLog) -> Report:
-    """The verdict on the 256 MB all-reduce, with all sizes beside it."""
+    """The verdict on the all-reduce, with all sizes beside it.
+
+    The 256 MB are always shown. The fastest size is judged: what links should give is the limit for large messages,
+    which 256 MB are not everywhere (two H200 over 18 NVLinks: 275 to 287 GB/s at 256 MB, 317 to 322 at 1024 MB).
+    """
     name = "NCCL"
     rates = measured(ranks)
     members = list(range(len(machine.gpus)))
@@ -124,11 +128,12 @@ def bandwidth(machine: Machine, ranks: Ranks, log: NcclLog) -> Report:
         machine.topology, members, common_capability(machine, members), slowest_pcie(machine, members), uses_nvls(log)
     )
     shown = rates["all_reduce"][SHOWN_MB]
+    largest, best = max(rates["all_reduce"].items(), key=lambda item: item[1])
     chose = log.algorithm(SHOWN_MB << 20)
     lines = [
         f"all-reduce of {SHOWN_MB} MB: {shown:.1f} GB/s bus bandwidth = bytes / seconds x 2(n-1)/n, n = {len(members)}"
         + (f", {chose}" if chose else ""),
-        expected.words(),
+        f"the fastest, {largest} MB: {best:.1f} GB/s; {expected.words()}",
     ]
     for kind in KINDS:
         lines.append(
@@ -144,7 +149,7 @@ def bandwidth(machine: Machine, ranks: Ranks, log: NcclLog) -> Report:
         "nvls": uses_nvls(log),
     }
     summary = "every value compared; " + "\n".join(lines)
-    status = expected.judge(shown)
+    status = expected.judge(best)
     if status == PASSED:
         return passed(name, summary, **data)
     make = failed if status == FAILED else warning

@@ -96,7 +96,7 @@ def _look_at_folder(config: TrainConfig, output: Path) -> dict[str, object] | No
         raise Fault(
             f"--output-dir {output} already holds a run, and --resume is never; give another folder, or remove this one."
         )
-    then = {k: v for k, v in earlier["arguments"].items() if k in config.decides_weights()}
+    then = {k: v for k, v in TrainConfig.of_then(earlier["arguments"]).items() if k in config.decides_weights()}
     if differing := record.differences(then, config.decides_weights()):
         raise Fault(
             f"--output-dir {output} already holds another run: {'; '.join(differing)}. Give another --output-dir, or the same options to go on with it."

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import lru_cache
@@ -217,6 +218,12 @@ class _Keys(torch.utils.data.Sampler[Any]):
         return (self.table.total - self.first) * self.accumulation
 
 
+def _leave_signals_to_the_trainer(worker: int) -> None:
+    """Ctrl-C and a stopped group reach workers too. The trainer saves first and ends them then; they end by themselves if it is gone."""
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)
+
+
 def loader(batches: MicroBatches, table: Timetable, first: int, workers: int, pinned: bool) -> Any:
     """A DataLoader over every micro-batch of this process from step ``first`` on; workers make them ahead of time."""
     ahead: dict[str, Any] = {"prefetch_factor": 4} if workers else {}
@@ -226,5 +233,6 @@ def loader(batches: MicroBatches, table: Timetable, first: int, workers: int, pi
         sampler=_Keys(table, first, batches.layout.accumulation),
         num_workers=workers,
         pin_memory=pinned,
+        worker_init_fn=_leave_signals_to_the_trainer,
         **ahead,
     )

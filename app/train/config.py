@@ -21,12 +21,16 @@ SAVING_ONLY = {
     "keep",
     "eval_every",
     "log_every",
+    "cuda_graphs",
     "accelerate",
 }
 """Options that may change between a run and its resumption, because no weight depends on them.
 
 ``accelerate`` is among them: what it decides (precision, sequences an update) is compared by itself.
 """
+
+BATCHES = {"batch_size", "global_batch_size"}
+"""Options behind the number of sequences an update, which is compared by itself."""
 
 
 @dataclass(frozen=True)
@@ -64,7 +68,14 @@ class TrainConfig:
     )
     mask_fraction: float = option(0.15, "mlm: share of the tokens of a sequence to predict")
     whole_words: bool = option(False, "mlm: mask all pieces of a word together")
-    batch_size: int = option(32, "sequences a device and micro-batch; packed: on average")
+    batch_size: int = option(
+        0, "sequences a device and micro-batch; packed: on average; 0: 32, or as --global-batch-size says"
+    )
+    global_batch_size: int = option(
+        0,
+        "sequences an update over all devices: the largest micro-batch that fits in memory is found, and accumulation "
+        "makes up the rest; 0: --batch-size x accumulation x processes",
+    )
     epochs: float = option(3.0, "passes over the training rows")
     max_steps: int = option(0, "stop after this many updates; 0: as --epochs says")
     lr: float = option(
@@ -81,6 +92,11 @@ class TrainConfig:
     deterministic: bool = option(False, "same bytes of weights on the same machine and layout, at some cost in speed")
     num_workers: int = option(
         -1, "processes that prepare batches, for each training process; -1: by the CPU cores there are"
+    )
+    cuda_graphs: str = option(
+        "auto",
+        "auto: record the passes over packed rows on one GPU once and replay them, which spares the host; no: do not",
+        choices=["auto", "no"],
     )
     compress_gradients: str = option(
         "no", "several processes: send gradients as fp16 or bf16", choices=["no", "fp16", "bf16"]
@@ -107,7 +123,13 @@ class TrainConfig:
         need(len(self.delimiter) <= 1 or self.delimiter == "\\t", "delimiter", "one character")
         need(self.max_length == 0 or self.max_length >= 4, "max_length", "0 or at least 4")
         need(0 < self.mask_fraction < 1, "mask_fraction", "between 0 and 1")
-        need(self.batch_size >= 1, "batch_size", "at least 1")
+        need(self.batch_size >= 0, "batch_size", "at least 1, or 0")
+        need(self.global_batch_size >= 0, "global_batch_size", "at least 1, or 0")
+        need(
+            not (self.global_batch_size and self.batch_size),
+            "batch_size",
+            "0 beside --global-batch-size, which finds it",
+        )
         need(self.epochs > 0, "epochs", "more than 0")
         need(self.lr >= 0, "lr", "0 (the default rate) or more")
         need(0 <= self.warmup_ratio < 1, "warmup_ratio", "0 up to, but not including, 1")
@@ -125,10 +147,17 @@ class TrainConfig:
         if self.delimiter == "\\t":
             object.__setattr__(self, "delimiter", "\t")
         object.__setattr__(self, "model", self.model or "bert-tiny")
+        if not self.global_batch_size:
+            object.__setattr__(self, "batch_size", self.batch_size or 32)
 
     def decides_weights(self) -> dict[str, Any]:
         """The options that the trained weights depend on, as plain JSON values."""
-        return {k: v for k, v in self.as_dict().items() if k not in SAVING_ONLY and k != "batch_size"}
+        return {k: v for k, v in self.as_dict().items() if k not in SAVING_ONLY | BATCHES}
+
+    @staticmethod
+    def of_then(then: dict[str, Any]) -> dict[str, Any]:
+        """What an earlier run recorded of its options, with the defaults of those that did not exist yet."""
+        return {**TrainConfig().decides_weights(), **then}
 
     def as_dict(self) -> dict[str, Any]:
         return {k: list(v) if isinstance(v, tuple) else v for k, v in dataclasses.asdict(self).items()}

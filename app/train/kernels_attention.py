@@ -50,6 +50,7 @@ def _forward(
     start, length, first = tl.load(plan), tl.load(plan + 1), tl.load(plan + 2)
     if first >= length:
         return
+    drawn = tl.load(seed)
     width = tl.arange(0, WIDTH)
     row = first + tl.arange(0, TILE)
     qkv += start.to(tl.int64) * (3 * HEADS * WIDTH) + head * WIDTH
@@ -70,7 +71,7 @@ def _forward(
         shrink = tl.exp2(top - higher)
         total = total * shrink + tl.sum(weight, 1)
         if DROPPED > 0:
-            weight = tl.where(keeps(seed, (start + row) * HEADS + head, column, DROPPED), weight, 0.0)
+            weight = tl.where(keeps(drawn, (start + row) * HEADS + head, column, DROPPED), weight, 0.0)
         mixed = mixed * shrink[:, None] + tl.dot(weight.to(value.dtype), value)
         top = higher
     mixed = mixed * (keep_scale(DROPPED) / total)[:, None]
@@ -93,6 +94,7 @@ def _backward_queries(
     if first >= length:
         tl.store(sums, tl.zeros([WIDTH], tl.float32))
         return
+    drawn = tl.load(seed)
     row = first + tl.arange(0, TILE)
     inside = row < length
     qkv += start.to(tl.int64) * (3 * HEADS * WIDTH) + head * WIDTH
@@ -116,7 +118,7 @@ def _backward_queries(
         weight = tl.where(there[None, :], weight, 0.0)
         dweight = tl.dot(dout, tl.trans(value))
         if DROPPED > 0:
-            kept = keeps(seed, (start + row) * HEADS + head, column, DROPPED)
+            kept = keeps(drawn, (start + row) * HEADS + head, column, DROPPED)
             dweight = tl.where(kept, dweight * keep_scale(DROPPED), 0.0)
         dquery += tl.dot((weight * (dweight - drift[:, None])).to(key.dtype), key)
     dquery *= slope
@@ -139,6 +141,7 @@ def _backward_keys(
         tl.store(sums + HEADS * WIDTH, tl.zeros([WIDTH], tl.float32))
         tl.store(sums + 2 * HEADS * WIDTH, tl.zeros([WIDTH], tl.float32))
         return
+    drawn = tl.load(seed)
     column = first + tl.arange(0, TILE)
     there = column < length
     qkv += start.to(tl.int64) * (3 * HEADS * WIDTH) + head * WIDTH
@@ -162,7 +165,7 @@ def _backward_keys(
         weight = tl.where(there[:, None], weight, 0.0)
         dweight = tl.dot(value, tl.trans(dout))
         if DROPPED > 0:
-            kept = keeps_across(seed, (start + row) * HEADS + head, column, DROPPED)
+            kept = keeps_across(drawn, (start + row) * HEADS + head, column, DROPPED)
             dvalue += tl.dot(tl.where(kept, weight, 0.0).to(dout.dtype), dout)
             dweight = tl.where(kept, dweight * keep_scale(DROPPED), 0.0)
         else:
@@ -177,10 +180,10 @@ def _backward_keys(
     tl.store(sums + 2 * HEADS * WIDTH, tl.sum(dvalue, 0))
 
 
-def attend(qkv: Tensor, plan: Tensor, dropout: float, seed: int, save: bool) -> tuple[Tensor, Tensor]:
+def attend(qkv: Tensor, plan: Tensor, dropout: float, seed: Tensor, save: bool) -> tuple[Tensor, Tensor]:
     """Attention of qkv [T, 3, heads, width] in half precision: [T, heads x width] and, if ``save``, [heads, T] lse.
 
-    ``dropout`` falls on the attention weights; the same ``seed`` drops the same ones.
+    ``dropout`` falls on the attention weights; the same ``seed`` (one int32 on the device) drops the same ones.
     """
     tokens, _, heads, width = qkv.shape
     out = qkv.new_empty(tokens, heads * width)
@@ -193,7 +196,7 @@ def attend(qkv: Tensor, plan: Tensor, dropout: float, seed: int, save: bool) -> 
 
 
 def attend_backward(
-    grad: Tensor, qkv: Tensor, out: Tensor, lse: Tensor, plan: Tensor, dropout: float, seed: int
+    grad: Tensor, qkv: Tensor, out: Tensor, lse: Tensor, plan: Tensor, dropout: float, seed: Tensor
 ) -> tuple[Tensor, Tensor]:
     """The gradient of qkv, from that of ``attend``'s result and what it returned, and its float32 sum over tokens."""
     tokens, _, heads, width = qkv.shape

@@ -2,7 +2,8 @@
 """Triton kernels for all that is not a matrix product: embedding, normalisation, dropout, residual, GELU.
 
 Each reads its inputs once and writes its results once, in the precision of its tensors, and computes in float32.
-Dropout masks are not stored: a hash of seed, row and column gives the same mask again in the backward pass.
+Dropout masks are not stored: a hash of seed, row and column gives the same mask again in the backward pass. Seeds are
+int32 numbers on the device, so that a captured CUDA graph draws another mask each time it is replayed.
 """
 
 from __future__ import annotations
@@ -81,11 +82,13 @@ def _norm_forward(
     place = row.to(tl.int64)[:, None] * SIZE + column[None, :]
     total = tl.load(x + place, mask=inside, other=0.0).to(tl.float32)
     if DROPPED > 0:
-        total = tl.where(keeps(seed, row, column, DROPPED), total * keep_scale(DROPPED), 0.0)
+        total = tl.where(keeps(tl.load(seed), row, column, DROPPED), total * keep_scale(DROPPED), 0.0)
     total += tl.load(residual + place, mask=inside, other=0.0).to(tl.float32)
     if SAVE:
         tl.store(z + place, total.to(z.dtype.element_ty), mask=inside)
-    _normalise(total, weight, bias, y, y8, mean, rstd, eps, row, rows, column, inside, place, 0, 0, SIZE, SAVE, EIGHT)
+    _normalise(
+        total, weight, bias, y, y8, mean, rstd, eps, row, rows, column, inside, place, seed, 0, SIZE, SAVE, EIGHT
+    )
 
 
 @triton.jit
@@ -103,7 +106,7 @@ def _normalise(
     shift = tl.load(bias + column, mask=column < SIZE, other=0.0).to(tl.float32)
     result = apart * inverse[:, None] * scale[None, :] + shift[None, :]
     if DROPPED > 0:
-        result = tl.where(keeps(seed, row, column, DROPPED), result * keep_scale(DROPPED), 0.0)
+        result = tl.where(keeps(tl.load(seed), row, column, DROPPED), result * keep_scale(DROPPED), 0.0)
     tl.store(y + place, result.to(y.dtype.element_ty), mask=inside)
     if EIGHT:
         tl.store(y8 + place, result.to(y8.dtype.element_ty), mask=inside)
@@ -148,6 +151,7 @@ def _norm_backward(
     dscale = tl.zeros([ROWS, WIDE], tl.float32)
     dshift = tl.zeros([ROWS, WIDE], tl.float32)
     dbranch = tl.zeros([ROWS, WIDE], tl.float32)
+    drawn = tl.load(seed)
     for first in range(program * ROWS, rows, tl.num_programs(0) * ROWS):
         row = first + tl.arange(0, ROWS)
         inside = (row[:, None] < rows) & (column[None, :] < SIZE)
@@ -156,7 +160,7 @@ def _norm_backward(
         if MORE:
             grad += tl.load(more + place, mask=inside, other=0.0).to(tl.float32)
         if AFTER > 0:
-            grad = tl.where(keeps(seed, row, column, AFTER), grad * keep_scale(AFTER), 0.0)
+            grad = tl.where(keeps(drawn, row, column, AFTER), grad * keep_scale(AFTER), 0.0)
         centre = tl.load(mean + row, mask=row < rows, other=0.0)
         inverse = tl.load(rstd + row, mask=row < rows, other=0.0)
         unit = (tl.load(z + place, mask=inside, other=0.0).to(tl.float32) - centre[:, None]) * inverse[:, None]
@@ -169,7 +173,7 @@ def _norm_backward(
         down = (grad - level[:, None] - unit * along[:, None]) * inverse[:, None]
         tl.store(dz + place, down.to(dz.dtype.element_ty), mask=inside)
         if BEFORE > 0:
-            down = tl.where(keeps(seed, row, column, BEFORE), down * keep_scale(BEFORE), 0.0)
+            down = tl.where(keeps(drawn, row, column, BEFORE), down * keep_scale(BEFORE), 0.0)
             tl.store(dx + place, down.to(dx.dtype.element_ty), mask=inside)
         if EIGHT:
             tl.store(dx8 + place, down.to(dx8.dtype.element_ty), mask=inside)
@@ -234,7 +238,7 @@ def _warps(size: int, each: int) -> int:
 
 
 def norm(
-    x: Tensor, residual: Tensor, weight: Tensor, bias: Tensor, eps: float, dropout: float, seed: int, save: bool,
+    x: Tensor, residual: Tensor, weight: Tensor, bias: Tensor, eps: float, dropout: float, seed: Tensor, save: bool,
     eight: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """Layer norm of dropout(x) + residual, both [rows, size].
@@ -256,7 +260,7 @@ def norm(
 
 def embed(
     ids: Tensor, positions: Tensor, types: Tensor | None, tables: tuple[Tensor, Tensor, Tensor],
-    weight: Tensor, bias: Tensor, eps: float, dropout: float, seed: int, save: bool, dtype: torch.dtype,
+    weight: Tensor, bias: Tensor, eps: float, dropout: float, seed: Tensor, save: bool, dtype: torch.dtype,
     eight: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """dropout(layer norm(word + position + type)) in ``dtype``, [rows, size], and the rest as ``norm``."""
@@ -274,7 +278,7 @@ def embed(
 
 
 def norm_backward(
-    dy: Tensor, z: Tensor, mean: Tensor, rstd: Tensor, weight: Tensor, before: float, after: float, seed: int,
+    dy: Tensor, z: Tensor, mean: Tensor, rstd: Tensor, weight: Tensor, before: float, after: float, seed: Tensor,
     dtype: torch.dtype | None = None, more: Tensor | None = None, eight: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """From the gradient ``dy`` (+ ``more``) of the result, that of the sum, and that of the branch under dropout.

@@ -184,7 +184,7 @@ def resolve(named: str, gpus: int, environment: Mapping[str, str]) -> Launch:
         chosen_gpus[:local] if not cpu else (),
         precision,
         whole("gradient_accumulation_steps", 1, 1),
-        bool(keys.get("enable_cpu_affinity", False)),
+        bool(keys.get("enable_cpu_affinity", True)),
         bool(keys.get("debug", False)),
         whole("num_cpu_threads_per_process", 0, 0),
     )

@@ -7,29 +7,31 @@ Everything random follows from (seed, step, process), so a run that goes on from
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
 from app.errors import STOPPED, Fault
-from app.measure.clock import StepClock
+from app.measure.clock import Later, StepClock
 from app.measure.flops import of_bert
-from app.train import checkpoints, data, machine, model, packed, packed_attention, record, startup
+from app.train import checkpoints, data, fit, graphs, machine, model, packed, packed_attention, record, startup
 from app.train.batches import Layout, packed_shape
 from app.train.collate import Collator, MicroBatch, MicroBatches, loader, timetable
 from app.train.config import TrainConfig
 from app.train.evaluate import evaluate
+from app.train.graphs import Graphs
 from app.train.launch import Launch
 from app.train.masking import Masking
 from app.train.show import Progress
 from app.train.tally import Tally
+from app.train.telemetry import Telemetry
 
 MOST_SKIPPED = 50  #: fp16 updates skipped in a row before the run is given up: the scale has then fallen by 2^50
-MOST_WAITING = 0.1  #: share of the time spent waiting for data from which the run names it and what to do
 
 
 class Run:
@@ -55,10 +57,11 @@ class Run:
             torch.use_deterministic_algorithms(True)
 
         self.bert = model.build(choice, config, prepared, self.say)
-        self.learner = model.Learner(self.bert, config.task)
+        self.learner = model.Learner(self.bert, config.task).to(self.device)
         self.peak = model.peak_rate(config, bool(choice.source), self.bert.config.hidden_size)
         optimizer = model.optimizer_for(self.learner, config, self.peak, self.device)
-        self.trained, self.optimizer = accelerator.prepare(self.learner, optimizer)
+        self.optimizer = accelerator.prepare(optimizer)
+        self.trained: Any = None  # the learner in DDP and autocast; not made where passes are recorded
         self.scaler = accelerator.scaler
 
         self._order_data()
@@ -74,6 +77,7 @@ class Run:
             self.say(f"packed rows run through {packed.path(self.bert, self.dtype)}")
 
         self.tally, self.clock = Tally(), StepClock(self.device)
+        self.telemetry = Telemetry(self.device)
         self.totals = torch.zeros(2, device=self.device)  # targets of an update, processes that received a signal
         self.work = of_bert(self.bert.config, config.task)
         self.step, self.evaluation_due = 0, False
@@ -81,6 +85,8 @@ class Run:
         self.scores: dict[str, float] = {}  # the latest evaluation
         self._go_on()
         self.scale = self.scaler.get_scale() if self.scaler else 1.0
+        self.unsettled: tuple[torch.Tensor, float, Later | None] | None = None  # of the last update: norm, rate, scale
+        self.graphs: Graphs | Literal[False] | None = None  # False: they cannot be used here
         self.described = record.environment() if self.main else {}
         self.metrics = record.Metrics(self.output, self.step) if self.main else None
         if self.metrics:
@@ -90,11 +96,8 @@ class Run:
 
     def _order_data(self) -> None:
         """Which micro-batches there are, for every update of the run."""
-        config, prepared = self.config, self.prepared
-        mlm, split = config.task == "mlm", prepared.train
-        self.layout = Layout(config.batch_size, self.launch.accumulation, self.world)
+        config = self.config
         self.padding = "packed" if config.padding == "auto" else config.padding
-        self.shape = None
         if config.fp8 and (self.padding != "packed" or self.accelerator.mixed_precision != "fp16"):
             raise Fault(
                 f"--fp8 goes with --padding packed and fp16; these are {self.padding} and {self.accelerator.mixed_precision}. Leave it out."
@@ -102,15 +105,27 @@ class Run:
         if self.padding == "packed":
             packed.check_model(self.bert)
             packed.use_fp8(self.bert, config.fp8)
+        self.dtype = {"fp16": torch.float16, "bf16": torch.bfloat16}.get(
+            self.accelerator.mixed_precision, torch.float32
+        )
+        if config.global_batch_size:
+            self._divide()
+        else:
+            self._arrange(config.batch_size, self.launch.accumulation)
+        self.table = timetable(self.batches, config.epochs, config.max_steps)
+
+    def _arrange(self, batch_size: int, accumulation: int) -> None:
+        """Micro-batches of ``batch_size`` sequences, or packed rows that hold so many on average."""
+        config, prepared = self.config, self.prepared
+        mlm, split = config.task == "mlm", prepared.train
+        self.layout, self.shape = Layout(batch_size, accumulation, self.world), None
+        if self.padding == "packed":
             fraction = config.mask_fraction if mlm else 0.0
-            self.shape = packed_shape(split.store.lengths[split.rows], config.batch_size, prepared.max_length, fraction)
+            self.shape = packed_shape(split.store.lengths[split.rows], batch_size, prepared.max_length, fraction)
         masking = (
             Masking(prepared.tokenizer.vocabulary, config.mask_fraction, config.whole_words, config.seed)
             if mlm
             else None
-        )
-        self.dtype = {"fp16": torch.float16, "bf16": torch.bfloat16}.get(
-            self.accelerator.mixed_precision, torch.float32
         )
         host_lengths = not packed_attention.has_flash(self.device, self.dtype)
         pad_to = prepared.max_length if self.padding == "fixed" else 0
@@ -121,7 +136,36 @@ class Run:
         assert collators[0] is not None
         self.held_out = collators[1]
         self.batches = MicroBatches(collators[0], config.seed, self.layout, self.accelerator.process_index)
-        self.table = timetable(self.batches, config.epochs, config.max_steps)
+
+    def _divide(self) -> None:
+        """Arrange --global-batch-size: as an earlier run of this folder did, else by what fits in memory."""
+        wanted = self.config.global_batch_size
+        if self.launch.accumulation > 1:
+            raise Fault(
+                f"--global-batch-size finds the accumulation, and {self.launch.config} has gradient_accumulation_steps: {self.launch.accumulation}; "
+                "give one of the two"
+            )
+        if wanted % self.world:
+            raise Fault(
+                f"--global-batch-size is {wanted}, allowed is a multiple of the number of processes, {self.world}"
+            )
+        before = (record.earlier_run(self.output) or {}).get("layout", {})
+        rows = before.get("accumulation", 0) * before.get("processes", 0)
+        if rows and rows * before["batch_size"] == wanted and rows % self.world == 0:
+            return self._arrange(before["batch_size"], rows // self.world)
+        batch_size, accumulation = fit.divide(wanted // self.world, self._fits)
+        self._arrange(batch_size, accumulation)
+        self.say(f"--global-batch-size {wanted}: micro-batches of {batch_size} sequences are the largest that fit here")
+
+    def _fits(self, batch_size: int) -> bool:
+        self._arrange(batch_size, 1)
+        split, collator = self.prepared.train, self.batches.collator
+        fraction = self.config.mask_fraction if self.config.task == "mlm" else 0.0
+        rows = fit.longest(split.store.lengths, split.rows, self.shape, batch_size, fraction)
+        worst = collator.collate(rows, 0)
+        if self.device.type == "cpu":
+            return worst.tokens <= fit.CPU_TOKENS or batch_size == 1
+        return fit.passes(self.learner, self.accelerator, worst.to(self.device))
 
     def _go_on(self) -> None:
         """Weights, moments, scaler and counts of the checkpoint that this run goes on from, if there is one."""
@@ -144,8 +188,9 @@ class Run:
     def train(self) -> tuple[int, dict[str, Any]]:
         """Train to the end or to a signal; returns (exit code, result)."""
         config = self.config
-        count = startup.workers(config, self.launch, self.device)
-        stream = iter(loader(self.batches, self.table, self.step, count, self.device.type == "cuda"))
+        self.workers = startup.workers(config, self.launch, self.device)
+        startup.pin_to_numa_node(self.launch, self.device)
+        stream = iter(loader(self.batches, self.table, self.step, self.workers, self.device.type == "cuda"))
         with Progress("training", "updates", self.table.total, self.step, self.main) as bar:
             if self.evaluation_due and not self._evaluate():
                 return self._stopped()
@@ -154,6 +199,7 @@ class Run:
                 bar.advance(1, self.tally.note)
                 done = self.step == self.table.total
                 if self.step % config.log_every == 0 or done:
+                    self._settle()
                     self._log()
                 self.evaluation_due = self.held_out is not None and (
                     done
@@ -167,45 +213,101 @@ class Run:
         return 0, self._finish()
 
     def _update(self, stream: Iterator[MicroBatch]) -> bool:
-        """One update of the weights; True when a process has received a signal, the same in every process."""
+        """One update of the weights; True when a process has received a signal, the same in every process.
+
+        Whether it overflowed is asked for when the next update needs to know (``_settle``): the GPU does not wait for the host.
+        """
         clock, accelerator = self.clock, self.accelerator
         with clock.part("data"):
             window = [next(stream) for _ in range(self.layout.accumulation)]
+        if self.graphs is None:
+            self.graphs = self._record(window[0])
+            if not self.graphs:
+                self._wrap()
         torch.manual_seed(_seed_of(self.config.seed, self.step, accelerator.process_index))
-        for group in self.optimizer.param_groups:
-            group["lr"] = rate = model.rate(self.tally.applied, self.table.total, self.peak, self.config.warmup_ratio)
         # All micro-batches are at hand, so the loss can be divided by the targets of the whole update.
         targets, leave = sum(micro.targets for micro in window), self.stop.seen()
         share: Any = 1 / max(1, targets)
+        heard = None
         if self.world > 1:
             self.totals[0], self.totals[1] = targets, leave
             with clock.part("counting"):
                 torch.distributed.all_reduce(self.totals)
-            share = self.world / self.totals[0]  # DDP divides by the number of processes
+            heard = Later(self.totals)
+            # DDP divides by the number of processes, recorded passes do not
+            share = (1 if self.graphs else self.world) / self.totals[0]
         for place, micro in enumerate(window):
-            last = place == len(window) - 1
-            with clock.part("copy"):
-                tensors = micro.to(self.device)
-            with nullcontext() if last else accelerator.no_sync(self.trained):
-                with clock.part("forward"):
-                    loss = self.trained(tensors)
-                with clock.part("backward_last" if last else "backward"):
-                    accelerator.backward(loss * share)
+            first, last = place == 0, place == len(window) - 1
+            if self.graphs:
+                loss = self.graphs.step(micro, share, first, last, clock)
+            else:
+                loss = self._pass(micro, share, last)
             self.tally.count(micro, loss)
+        self._settle()
+        rate = model.rate(self.tally.applied, self.table.total, self.peak, self.config.warmup_ratio)
+        for group in self.optimizer.param_groups:
+            group["lr"] = rate
         with clock.part("optimizer"):
-            norm = accelerator.clip_grad_norm_(self.trained.parameters(), self.config.clip or math.inf)
+            norm = accelerator.clip_grad_norm_(self.learner.parameters(), self.config.clip or math.inf)
             self.optimizer.step()
             self.optimizer.zero_grad()
         self.step += 1
-        before, self.scale = self.scale, self.scaler.get_scale() if self.scaler else 1.0
+        self.unsettled = (norm, rate, Later(self.scaler._get_scale_async()) if self.scaler else None)
+        return bool(heard.read()[1]) if heard else leave
+
+    def _wrap(self) -> None:
+        """Put the learner into DDP and autocast. Only here: DDP ties gradients to a stream that cannot be recorded."""
+        self.trained = self.accelerator.prepare_model(self.learner)
+        if self.world > 1:
+            self.clock.end_backward_at(self.bert.base_model.embeddings.parameters())  # type: ignore[operator,union-attr]
+
+    def _pass(self, micro: MicroBatch, share: Any, last: bool) -> torch.Tensor:
+        """Forward and backward of one micro-batch; gradients cross the wire with the ``last`` one."""
+        with self.clock.part("copy"):
+            tensors = micro.to(self.device)
+        with nullcontext() if last else self.accelerator.no_sync(self.trained):
+            with self.clock.part("forward"):
+                loss = self.trained(tensors)
+            with self.clock.part("backward", communicates=last and self.world > 1):
+                self.accelerator.backward(loss * share)
+        return loss
+
+    def _record(self, example: MicroBatch) -> Graphs | Literal[False]:
+        """CUDA graphs of the passes where they can be made in every process, else False. Both ways give the same training."""
+        if self.config.cuda_graphs == "no" or not graphs.usable(self.learner, example):
+            return False
+        made: Graphs | Literal[False] = False
+        with self.clock.paused():
+            try:
+                made = Graphs(
+                    self.learner, self.accelerator, example, self.layout.accumulation, self.config.compress_gradients
+                )
+            except RuntimeError as error:
+                if isinstance(error, torch.cuda.OutOfMemoryError):
+                    raise
+                self.say(f"going on without CUDA graphs, which cannot be recorded here: {str(error).splitlines()[0]}")
+            if self.world > 1:
+                all_made = torch.tensor(int(bool(made)), device=self.device)
+                torch.distributed.all_reduce(all_made, torch.distributed.ReduceOp.MIN)
+                made = made if all_made.item() else False
+        return made
+
+    def _settle(self) -> None:
+        """Note what came of the last update: a skipped one (fp16 overflow) does not move the learning rate."""
+        if self.unsettled is None:
+            return
+        norm, rate, scale = self.unsettled
+        self.unsettled = None
+        before, self.scale = self.scale, scale.read()[0] if scale else 1.0
         self.tally.end_update(self.scale < before, norm, self.scaler is not None, rate, self.scale)
         if self.tally.skipped_in_a_row >= MOST_SKIPPED:
             self._give_up(f"{MOST_SKIPPED} updates in a row overflowed in fp16")
-        return bool(self.totals[1].item()) if self.world > 1 else leave
 
     def _log(self) -> None:
         with self.clock.part("logging"):
-            values = self.tally.window(self.accelerator, self.clock, self.work)
+            values = self.tally.window(self.accelerator, self.clock, self.work) | self.telemetry.window(
+                self.accelerator
+            )
         if not math.isfinite(values["loss"]):
             self._give_up(f"the loss is {values['loss']}")
         self._write(values)
@@ -216,7 +318,7 @@ class Run:
         with self.clock.paused():
             classes = len(self.prepared.label_names) if self.config.task == "classify" else 0
             found = evaluate(
-                self.learner, self.held_out, 2 * self.config.batch_size, self.accelerator, classes, self.stop.seen
+                self.learner, self.held_out, self._evaluation_batch(), self.accelerator, classes, self.stop.seen
             )
         if found is None:
             return False
@@ -227,6 +329,10 @@ class Run:
             self.best = {"step": self.step, **found}
         return True
 
+    def _evaluation_batch(self) -> int:
+        """Small micro-batches are doubled, as no gradients are kept; large ones would only take memory."""
+        return self.layout.batch_size * (2 if self.layout.batch_size <= 64 else 1)
+
     def _write(self, values: dict[str, Any]) -> None:
         if self.metrics:
             epoch, update = self.table.place(self.step - 1)
@@ -234,6 +340,7 @@ class Run:
             self.metrics.write({"step": self.step, "epoch": round(done, 4), **values})
 
     def _save(self) -> None:
+        self._settle()
         with self.clock.paused():
             self.tally.gather(self.accelerator, window_only=True)
             startup.on_main(self.accelerator, self._write_checkpoint)
@@ -267,6 +374,7 @@ class Run:
         self.say(
             f"stopped by {self.stop.name} after update {self.step} of {self.table.total}; the checkpoint is saved, the same command goes on from there"
         )
+        self.telemetry.stop()
         if self.metrics:
             self.metrics.close()
         return STOPPED, {"status": "stopped", "updates": self.step, "output_dir": self.config.output_dir}
@@ -281,11 +389,9 @@ class Run:
         }
         result |= {**self.tally.summary(), **self.scores}
         result |= {k: v for k, v in self.prepared.report.items() if k in ("chance_accuracy", "largest_class_accuracy")}
-        if self.tally.waiting() > MOST_WAITING:
-            now = startup.workers(self.config, self.launch, self.device)
-            self.say(
-                f"data: {self.tally.waiting():.0%} of the time went into waiting for batches; use --num-workers {max(2, 2 * now)} (now {now})"
-            )
+        self.telemetry.stop()
+        for line in [*self.tally.advice(self.workers), *self.telemetry.advice()]:
+            self.say(line)
         startup.on_main(self.accelerator, lambda: model.publish(self.bert, self.prepared, self.output / "model"))
         if self.metrics:
             self.metrics.close()
@@ -295,7 +401,8 @@ class Run:
     def _describe(self, status: str, result: dict[str, Any] | None) -> None:
         record.write_json(self.output / "run.json", {
             "status": status, "arguments": self.config.as_dict(), "launch": self.launch.as_dict(), "identity": self.identity,
-            "data_files": self.prepared.files, "data_report": self.prepared.report, "environment": self.described, "result": result,
+            "layout": dataclasses.asdict(self.layout), "data_files": self.prepared.files,
+            "data_report": self.prepared.report, "environment": self.described, "result": result,
         })  # fmt: skip
 
 

@@ -53,6 +53,9 @@ class PackedBatch:
     target_positions: Tensor  #: [M] int64; MLM: tokens to predict, 0 where unused; classification: first tokens
     targets: Tensor  #: [M] int64 token or class ids, -100 where unused
     lengths: tuple[int, ...] | None = None  #: the sequences' lengths on the host; spares the dense path a sync
+    #: Layers before which the backward pass is cut: filled with what comes from below, and the same as it goes on above.
+    cuts: dict[int, tuple[Tensor, Tensor] | None] | None = None
+    seeds: Tensor | None = None  #: [layers + 1, 3] int32 of dropout masks; None: drawn when needed
 
     def to(self, device: torch.device | str) -> PackedBatch:
         """The batch on another device. Copies to a GPU go through pinned memory and overlap with computing."""

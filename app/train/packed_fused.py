@@ -82,7 +82,7 @@ class _Run(NamedTuple):
     eps: float
     dropout: float
     attention_dropout: float
-    seed: int
+    seeds: Tensor  #: [3] int32: of attention and of the two norms
     save: bool
     fp8: bool
 
@@ -101,9 +101,13 @@ class _Weights(NamedTuple):
     eight: tuple[Tensor, Tensor, Tensor] | None = None  #: qkv, up and down in e4m3, times WEIGHT_SCALE
 
 
-def _seeds(count: int) -> list[int]:
-    """Seeds of dropout masks, from torch's CPU generator: no wait for the device, and checkpoints restore them."""
-    return torch.randint(2**31 - 8, (count,)).tolist()
+def draw_seeds(bert: Any) -> Tensor:
+    """[layers + 1, 3] int32 seeds of a forward pass's dropout masks, on the host; the last line is the embeddings'.
+
+    From torch's CPU generator: no wait for the device, and the same generator state draws the same seeds.
+    """
+    count = len(bert.encoder.layer) + 1
+    return (torch.randint(2**31 - 8, (count, 1)) + torch.arange(3)).int()
 
 
 def _half_weights(layers: Any, dtype: torch.dtype, fp8: bool) -> list[_Weights]:
@@ -172,16 +176,16 @@ def _layer_forward(
         return torch.addmm(bias, x, weight.t()) if w.eight is None else _product8(x8, w.eight[place], bias, x.dtype)
 
     qkv = linear(h, h8, w.qkv, w.qkv_bias, 0).view(len(h), 3, run.heads, -1)
-    context, lse = kernels_attention.attend(qkv, run.plan, run.attention_dropout, run.seed, run.save)
+    context, lse = kernels_attention.attend(qkv, run.plan, run.attention_dropout, run.seeds[0], run.save)
     x = torch.addmm(w.attended_bias, context, w.attended.t())
     y, y8, z1, mean1, rstd1 = kernels_rows.norm(
-        x, h, norms[0], norms[1], run.eps, run.dropout, run.seed + 1, run.save, run.fp8
+        x, h, norms[0], norms[1], run.eps, run.dropout, run.seeds[1], run.save, run.fp8
     )
     u = linear(y, y8, w.up, w.up_bias, 1)
     a, a8 = kernels_rows.gelu(u, run.fp8)
     x = linear(a, a8, w.down, w.down_bias, 2)
     result, result8, z2, mean2, rstd2 = kernels_rows.norm(
-        x, y, norms[2], norms[3], run.eps, run.dropout, run.seed + 2, run.save, run.fp8
+        x, y, norms[2], norms[3], run.eps, run.dropout, run.seeds[2], run.save, run.fp8
     )
     return result, result8, (h, qkv, context, lse, z1, mean1, rstd1, y, u, a, z2, mean2, rstd2)
 
@@ -212,7 +216,7 @@ class _Layer(torch.autograd.Function):
         (h, qkv, context, lse, z1, mean1, rstd1, y, u, a, z2, mean2, rstd2) = saved[:13]
         g1, g2, wqkv, wattended, wup, wdown, *eight = saved[13:]
         dy, dx, dx8, sums2 = kernels_rows.norm_backward(
-            dresult.contiguous(), z2, mean2, rstd2, g2, run.dropout, 0.0, run.seed + 2, eight=run.fp8
+            dresult.contiguous(), z2, mean2, rstd2, g2, run.dropout, 0.0, run.seeds[2], eight=run.fp8
         )
         dwdown = _weight_gradient(dx, a)
         da = _product8(dx8, eight[1].t().contiguous(), None, dx.dtype) if run.fp8 else dx @ wdown
@@ -224,11 +228,11 @@ class _Layer(torch.autograd.Function):
         else:  # without dropout dx is dy; it has been used
             dy.addmm_(da, wup)
         dh, dx, _, sums1 = kernels_rows.norm_backward(
-            dy, z1, mean1, rstd1, g1, run.dropout, 0.0, run.seed + 1, more=more
+            dy, z1, mean1, rstd1, g1, run.dropout, 0.0, run.seeds[1], more=more
         )
         dwattended = _weight_gradient(dx, context)
         dqkv, dbqkv = kernels_attention.attend_backward(
-            dx @ wattended, qkv, context, lse, run.plan, run.attention_dropout, run.seed
+            dx @ wattended, qkv, context, lse, run.plan, run.attention_dropout, run.seeds[0]
         )
         dqkv = dqkv.flatten(1)
         dwqkv = _weight_gradient(dqkv, h)
@@ -256,7 +260,7 @@ class _Embed(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, rows: tuple[Tensor, Tensor, Tensor | None], options: tuple[float, float, int, torch.dtype, int, bool],
+        ctx: Any, rows: tuple[Tensor, Tensor, Tensor | None], options: tuple[float, float, Tensor, torch.dtype, int, bool],
         words: Tensor, positions: Tensor, types: Tensor, weight: Tensor, bias: Tensor,
     ) -> tuple[Tensor, Tensor]:  # fmt: skip
         from app.train import kernels_rows
@@ -304,23 +308,30 @@ def encode(bert: Any, batch: Any) -> Tensor:
     save = torch.is_grad_enabled()
     dropout, attention = (config.hidden_dropout_prob, config.attention_probs_dropout_prob) if bert.training else (0, 0)
     dropout, attention = float(dropout), float(attention)
-    seeds = _seeds(len(bert.encoder.layer) + 1) if dropout or attention else [0] * (len(bert.encoder.layer) + 1)
+    seeds = batch.seeds
+    if seeds is None:
+        drops = dropout or attention
+        seeds = draw_seeds(bert) if drops else torch.zeros(len(bert.encoder.layer) + 1, 3, dtype=torch.int32)
+        seeds = seeds.to(words.device, non_blocking=True)
     rows = (batch.input_ids, batch.position_ids, batch.token_type_ids)
     tables = (words, table.position_embeddings.weight, table.token_type_embeddings.weight)
     norm = (table.LayerNorm.weight, table.LayerNorm.bias)
     padding = -1 if table.word_embeddings.padding_idx is None else table.word_embeddings.padding_idx
     fp8 = dtype == torch.float16 and getattr(bert, "_packed_fp8", False)
     if save:
-        options = (config.layer_norm_eps, dropout, seeds[-1], dtype, padding, fp8)
+        options = (config.layer_norm_eps, dropout, seeds[-1, 0], dtype, padding, fp8)
         hidden, hidden8 = _Embed.apply(rows, options, *tables, *norm)
     else:
         hidden, hidden8, *_ = kernels_rows.embed(
-            *rows, tables, *norm, config.layer_norm_eps, dropout, seeds[-1], False, dtype, fp8
+            *rows, tables, *norm, config.layer_norm_eps, dropout, seeds[-1, 0], False, dtype, fp8
         )
     plan = kernels_attention.tiles(batch.cu_seqlens, len(batch.input_ids))
     weights = _half_weights(bert.encoder.layer, dtype, fp8)
-    for layer, half, seed in zip(bert.encoder.layer, weights, seeds, strict=False):
-        run = _Run(plan, config.num_attention_heads, config.layer_norm_eps, dropout, attention, seed, save, fp8)
+    for place, (layer, half, own) in enumerate(zip(bert.encoder.layer, weights, seeds, strict=False)):
+        if batch.cuts is not None and place in batch.cuts:
+            below, hidden = hidden, hidden.detach().requires_grad_()
+            batch.cuts[place] = below, hidden
+        run = _Run(plan, config.num_attention_heads, config.layer_norm_eps, dropout, attention, own, save, fp8)
         parameters = _parameters(layer)
         if save:
             hidden, hidden8 = _Layer.apply(hidden, hidden8, half, run, *parameters)

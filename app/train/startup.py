@@ -11,6 +11,8 @@ from typing import Any
 import torch
 
 from app.errors import DIVERGED, Fault
+from app.hardware.cuda import bus_id
+from app.hardware.gpus import numa_node
 from app.train import checkpoints, record
 from app.train.batches import Layout, PackedShape
 from app.train.config import TrainConfig
@@ -47,9 +49,8 @@ def accelerator(config: TrainConfig, launch: Launch) -> Any:
         torch.cpu.device_count = lambda: 1
         torch.cpu.set_device = lambda device: None
     hook = DDPCommunicationHookType(config.compress_gradients)
-    ddp = DistributedDataParallelKwargs(
-        gradient_as_bucket_view=True, static_graph=launch.accumulation == 1, comm_hook=hook
-    )
+    static = launch.accumulation == 1 and not config.global_batch_size
+    ddp = DistributedDataParallelKwargs(gradient_as_bucket_view=True, static_graph=static, comm_hook=hook)
     return Accelerator(
         mixed_precision=launch.precision, cpu=launch.cpu, kwargs_handlers=[ddp], step_scheduler_with_optimizer=False
     )
@@ -60,6 +61,24 @@ def workers(config: TrainConfig, launch: Launch, device: torch.device) -> int:
     if config.num_workers >= 0:
         return config.num_workers
     return max(1, min(4, len(os.sched_getaffinity(0)) // launch.local - 1)) if device.type == "cuda" else 0
+
+
+def pin_to_numa_node(launch: Launch, device: torch.device, nodes: Path = Path("/sys/devices/system/node")) -> None:
+    """Keep this process, and the workers it will start, on the CPUs beside its GPU; where there is one node, nothing changes."""
+    if not launch.cpu_affinity or device.type != "cuda" or len(list(nodes.glob("node[0-9]*"))) < 2:
+        return
+    node = numa_node(bus_id(device.index or 0))
+    if node is None:
+        return
+    beside = cpus_of((nodes / f"node{node}" / "cpulist").read_text()) & os.sched_getaffinity(0)
+    if beside:
+        os.sched_setaffinity(0, beside)
+
+
+def cpus_of(text: str) -> set[int]:
+    """The numbers of a kernel list such as "0-3,8"."""
+    ends = [part.split("-") for part in text.strip().split(",") if part]
+    return {cpu for end in ends for cpu in range(int(end[0]), int(end[-1]) + 1)}
 
 
 def summary(
@@ -98,7 +117,7 @@ def earlier_state(
     if found is None:
         return None
     state = checkpoints.read_state(found)
-    if differing := record.differences(state["identity"], identity):
+    if differing := record.differences(TrainConfig.of_then(state["identity"]), identity):
         raise Fault(
             f"{found} is of another run: {'; '.join(differing)}. Give the same options and data, or another --output-dir."
         )

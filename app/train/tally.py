@@ -13,7 +13,9 @@ from app.measure.clock import StepClock
 from app.measure.flops import Work
 
 COUNTS = ("loss", "targets", "useful", "tokens", "sequences", "squares")
-PARTS = ("data", "copy", "counting", "forward", "backward", "backward_last", "optimizer", "logging")
+MOST_WAITING = 0.1  #: share of the time spent waiting from which a run names it and what to do
+MOST_OVER = 1.1  #: times the median from which a process is called slow
+PARTS = ("data", "copy", "counting", "forward", "backward", "communication", "optimizer", "logging")
 
 
 class Tally:
@@ -25,7 +27,11 @@ class Tally:
         self.rate, self.scale = 0.0, 1.0  # of the last update
         self.run = dict.fromkeys((*COUNTS, "seconds", "operations"), 0.0)
         # Of this process's life, without its first window, which warms up.
-        self.steady = {"seconds": 0.0, "useful": 0.0, "sequences": 0.0, "data": 0.0}
+        self.steady = {"seconds": 0.0, "useful": 0.0, "sequences": 0.0, "data": 0.0, "communication": 0.0}
+        self.windows = 0  # steady ones
+        self.slowest: dict[
+            int, list[float]
+        ] = {}  # process: how far it was over the median, in the windows it was slowest
         self.warm = False
         self.note = ""
         self._window = dict.fromkeys(COUNTS, 0.0)
@@ -91,6 +97,8 @@ class Tally:
             self.steady["useful"] += here["useful"]
             self.steady["sequences"] += here["sequences"]
             self.steady["data"] += times.get("data", 0.0)
+            self.steady["communication"] += times.get("communication", 0.0)
+            self.windows += 1
         self.warm = True
         loss = total["loss"] / max(1.0, total["targets"])
         values: dict[str, Any] = {
@@ -114,6 +122,8 @@ class Tally:
             busy = every[:, PARTS.index("forward")] + every[:, PARTS.index("data")] + every[:, PARTS.index("backward")]
             values["slowest_process"] = int(busy.argmax())
             values["slowest_over_median"] = float(busy.max() / busy.median()) if float(busy.median()) > 0 else 1.0
+            if self.windows:
+                self.slowest.setdefault(values["slowest_process"], []).append(values["slowest_over_median"])
         self.note = f"loss {loss:.4f}"
         self.updates, self._window, self._carried = 0, dict.fromkeys(COUNTS, 0.0), dict.fromkeys(COUNTS, 0.0)
         self._norms = None
@@ -135,6 +145,7 @@ class Tally:
             "sequences": int(self.run["sequences"]),
             "useful_tokens": int(self.run["useful"]),
             "data_wait_share": round(self.waiting(), 4),
+            "communication_share": round(self.waiting("communication"), 4),
             "training_seconds": round(self.run["seconds"], 3),
             "useful_tokens_per_s": round(lived["useful"] / per, 1),
             "sequences_per_s": round(lived["sequences"] / per, 2),
@@ -142,9 +153,30 @@ class Tally:
             "loss_mean": self.run["loss"] / max(1.0, self.run["targets"]),
         }
 
-    def waiting(self) -> float:
-        """Share of this process's time, its first window left out, in which it waited for data."""
-        return self.steady["data"] / self.steady["seconds"] if self.steady["seconds"] else 0.0
+    def waiting(self, what: str = "data") -> float:
+        """Share of this process's time, its first window left out, in which it waited for ``data`` or ``communication``."""
+        return self.steady[what] / self.steady["seconds"] if self.steady["seconds"] else 0.0
+
+    def advice(self, workers: int) -> list[str]:
+        """A line for each part of the run that is out of line, and what to do about it."""
+        lines = []
+        if (waited := self.waiting()) > MOST_WAITING:
+            more = max(2, 2 * workers)
+            lines.append(
+                f"data: {waited:.0%} of the time went into waiting for batches; use --num-workers {more} (now {workers})"
+            )
+        if (waited := self.waiting("communication")) > MOST_WAITING:
+            lines.append(
+                f"communication: {waited:.0%} of the time went into waiting for the gradients of other processes; use a larger --batch-size, more "
+                "accumulation, or --compress-gradients fp16, and see what ./inv smoke says of the links"
+            )
+        for process, over in sorted(self.slowest.items()):
+            if len(over) > self.windows / 2 and sum(over) / len(over) > MOST_OVER:
+                lines.append(
+                    f"process {process} was the slowest in {len(over)} of {self.windows} windows, by {sum(over) / len(over) - 1:.0%} over the median; "
+                    "./inv smoke tells whether its GPU is hot, short of power or in a slow slot"
+                )
+        return lines
 
     def state(self) -> dict[str, Any]:
         """For a checkpoint; call ``gather(window_only=True)`` first."""
@@ -171,5 +203,4 @@ class Tally:
 def _shares(times: torch.Tensor, seconds: float) -> dict[str, float]:
     """Share of the wall time of each part, from the main process's clock."""
     parts = dict(zip(PARTS, (times[:-1] / seconds).tolist(), strict=True))
-    parts["backward"] += parts.pop("backward_last")
     return {f"share_{name}": round(value, 4) for name, value in parts.items()}

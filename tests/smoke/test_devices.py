@@ -6,9 +6,10 @@ from typing import Any
 
 import pytest
 
+from app.hardware.cuda import probe_cuda
 from app.hardware.gpus import Gpu, Machine
 from app.host.variants import variants
-from app.smoke.devices import in_cuda_order, judge_devices, probe_cuda
+from app.smoke.devices import in_cuda_order, judge_devices
 from app.smoke.explain import explain
 
 VARIANTS = variants()

@@ -7,8 +7,9 @@ from typing import Any
 import pytest
 import torch
 
+from app.hardware.watch import Watcher
 from app.smoke import gpu
-from app.smoke.load import Watcher, judge_load, rates
+from app.smoke.load import judge_load, rates
 
 
 class Seen(Watcher):

@@ -132,6 +132,23 @@ def test_bandwidth(cell: str, capability: tuple[int, int], n: int, gbs: float, s
     assert ("expected at least" in report.summary) != ("no expectation" in report.summary)
 
 
+#: Recorded on two H200 joined by 18 NVLinks, NCCL 2.28.9, NVLS off, 2026-11-30: GB/s of the all-reduce by size in MB.
+TWO_H200 = {1: 21.8, 16: 155.7, 64: 234.3, 256: 275.4, 1024: 317.5}
+
+
+def test_the_large_messages_are_judged_and_256_mb_are_shown() -> None:
+    data = {
+        f"{kind} {size}": {"seconds": (size << 20) * factor / gbs / 1e9, "bytes": size << 20}
+        for kind, factor in (("all_reduce", 1), ("all_gather", 0.5), ("reduce_scatter", 0.5))
+        for size, gbs in TWO_H200.items()
+    }
+    seen = Ranks([Outcome(0, "", 1.0, data=data) for _ in range(2)], None)
+    report = bandwidth(machine(2, "NV18", (9, 0)), seen, parse_log(LOG_2_14))
+    assert report.status == "passed", report.summary
+    assert "all-reduce of 256 MB: 275.4 GB/s" in report.summary
+    assert "the fastest, 1024 MB: 317.5 GB/s; expected at least 296.6 GB/s" in report.summary
+
+
 def test_nvls_is_off_when_the_user_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     log = parse_log(LOG_2_28)
     monkeypatch.delenv("NCCL_NVLS_ENABLE", raising=False)

@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 
 import pytest
-from conftest import write_rows
+from runs import write_rows
 
 ROWS = "".join(json.dumps({"text": f"text number {i}", "label": "ab"[i % 2]}) + "\n" for i in range(40))
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from conftest import accelerate_file, metrics, write_rows
+from runs import accelerate_file, metrics, write_rows
 from safetensors.torch import load_file
 
 TOLERANCE = 1e-5  #: float32 rounding: the largest difference seen was 1.2e-6

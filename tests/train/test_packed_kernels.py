@@ -64,6 +64,10 @@ def kept(rows: int, columns: int, seed: int, dropout: float) -> torch.Tensor:
     return out[:rows, :columns].bool()
 
 
+def seeded(number: int) -> torch.Tensor:
+    return torch.tensor(number, dtype=torch.int32, device=DEVICE)
+
+
 def starts(lengths: list[int]) -> torch.Tensor:
     edges = torch.tensor([0, *lengths, TOKENS - sum(lengths)]).cumsum(0)
     return torch.cat((edges, edges.new_full((3,), TOKENS))).int().to(DEVICE)
@@ -73,7 +77,8 @@ def starts(lengths: list[int]) -> torch.Tensor:
 @pytest.mark.parametrize("dropout", [0.0, 0.25])
 def test_attention(dtype: torch.dtype, dropout: float) -> None:
     torch.manual_seed(0)
-    heads, width, seed = 2, 16, 77
+    heads, width, number = 2, 16, 77
+    seed = seeded(number)
     qkv = torch.randn(TOKENS, 3, heads, width, device=DEVICE, dtype=dtype)
     grad = torch.randn(TOKENS, heads * width, device=DEVICE, dtype=dtype)
     cu_seqlens = starts(LENGTHS)
@@ -82,7 +87,7 @@ def test_attention(dtype: torch.dtype, dropout: float) -> None:
     dqkv, sums = kernels_attention.attend_backward(grad, qkv, out, lse, plan, dropout, seed)
     exact = qkv.double().requires_grad_()
     parts = []
-    mask = kept(TOKENS * heads, 256, seed, dropout).view(TOKENS, heads, 256) if dropout else None
+    mask = kept(TOKENS * heads, 256, number, dropout).view(TOKENS, heads, 256) if dropout else None
     for begin, end in zip(cu_seqlens.tolist(), cu_seqlens.tolist()[1:], strict=False):
         query, key, value = exact[begin:end].permute(1, 2, 0, 3)
         weights = (query @ key.transpose(1, 2) * width**-0.5).softmax(-1)
@@ -101,7 +106,8 @@ def test_attention(dtype: torch.dtype, dropout: float) -> None:
 @pytest.mark.parametrize("dropout", [0.0, 0.25])
 def test_norm(dtype: torch.dtype, dropout: float) -> None:
     torch.manual_seed(0)
-    rows, size, seed = 37, 48, 5
+    rows, size, number = 37, 48, 5
+    seed = seeded(number)
     x, residual, dy = torch.randn(3, rows, size, device=DEVICE, dtype=dtype).unbind(0)
     weight, bias = torch.randn(2, size, device=DEVICE).unbind(0)
     y, _, z, mean, rstd = kernels_rows.norm(x, residual, weight, bias, 1e-12, dropout, seed, True)
@@ -109,7 +115,7 @@ def test_norm(dtype: torch.dtype, dropout: float) -> None:
     exact = [t.double().requires_grad_() for t in (x, residual, weight, bias, torch.zeros(size, device=DEVICE))]
     branch = exact[0] + exact[4]
     if dropout:
-        branch = branch * kept(rows, size, seed, dropout) / (1 - dropout)
+        branch = branch * kept(rows, size, number, dropout) / (1 - dropout)
     want = torch.nn.functional.layer_norm(branch + exact[1], (size,), exact[2], exact[3], 1e-12)
     want.backward(dy.double())
     for got, expected in zip((y, dx, dz, *sums), (want, *(t.grad for t in exact)), strict=True):

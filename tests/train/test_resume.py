@@ -13,7 +13,7 @@ from pathlib import Path
 
 import psutil
 import pytest
-from conftest import accelerate_file, command, metrics, write_rows
+from runs import accelerate_file, command, metrics, write_rows
 
 TIMES = (
     "useful_tokens_per_s",
@@ -76,9 +76,15 @@ def test_going_on_from_any_checkpoint_gives_the_same_bytes(
         same_files(tmp_path / "whole", again)
 
 
-def start(environment: dict[str, str], cwd: Path, *arguments: object) -> subprocess.Popen[str]:
+def start(environment: dict[str, str], cwd: Path, *arguments: object, own_group: bool = False) -> subprocess.Popen[str]:
     return subprocess.Popen(
-        command(*arguments), env=environment, cwd=cwd, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        command(*arguments),
+        env=environment,
+        cwd=cwd,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=own_group,
     )
 
 
@@ -115,6 +121,21 @@ def test_a_signal_saves_and_leaves_with_75(
         run(*options, "--output-dir", "stopped").result  # noqa: B018
         run(*options, "--output-dir", "whole").result  # noqa: B018
         same_files(tmp_path / "whole", tmp_path / "stopped")
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_to_the_whole_group_finds_the_workers_at_work(
+    environment, tmp_path: Path, number: signal.Signals
+) -> None:
+    """Ctrl-C, `timeout` and some supervisors signal every process of a group, the loader's workers, too."""
+    write_rows(tmp_path / "rows.jsonl", 400)
+    options = (*OPTIONS, "--accelerate", "cpu", "--save-every", 0, "--log-every", 1, "--num-workers", 2)
+    child = start(environment, tmp_path, *options, "--output-dir", "out", own_group=True)
+    wait_for_update(tmp_path / "out", child)
+    os.killpg(child.pid, number)
+    _, err = child.communicate(timeout=120)
+    assert child.returncode == 75, err
+    assert "the checkpoint is saved" in err
 
 
 def test_a_lost_process_ends_the_others(environment, tmp_path: Path) -> None:
