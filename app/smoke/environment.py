@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 
 from app.hardware.report import Report, failed, passed, skipped, timed, warning
-from app.host.variants import Variant, choose, normal_name
+from app.host.variants import Variant, choose
 from app.smoke.proof import Wrong, check_torch, check_versions
 from app.smoke.stage import begin, finish, mark
 
@@ -57,7 +57,6 @@ def check_lock(variant: Variant | None) -> Report:
             wrong.append(str(error))
         except Exception as error:  # a broken package may raise anything; it is named and the check fails
             wrong.append(f"{type(error).__name__}: {error}")
-    wrong += [f"{one} are both on the path" for one in installed_twice()]
     if wrong:
         return failed(
             name,
@@ -66,18 +65,6 @@ def check_lock(variant: Variant | None) -> Report:
             f"./inv build --cuda {variant.cuda} --no-cache",
         )
     return passed(name, f"variant {variant.cuda}: " + "; ".join(good))
-
-
-def installed_twice(seen: Iterable[tuple[str, str]] | None = None) -> list[str]:
-    """Packages of which two different versions are on the path: the first is imported, pip may list the other."""
-    if seen is None:
-        seen = [(str(one.metadata["Name"]), one.version) for one in importlib.metadata.distributions()]
-    versions: dict[str, list[str]] = {}
-    for name, version in seen:
-        found = versions.setdefault(normal_name(name), [])
-        if version not in found:
-            found.append(version)
-    return [f"{name} {' and '.join(found)}" for name, found in sorted(versions.items()) if len(found) > 1]
 
 
 def _nvidia_packages() -> dict[str, str]:

@@ -17,7 +17,7 @@ import sys
 import sysconfig
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -38,7 +38,7 @@ class Wrong(Exception):
 
 
 def check_versions(variant: Variant) -> str:
-    """Every locked package is installed in its version, and nothing else is."""
+    """Every locked package is installed in its version, once, and nothing else is."""
     locked = variant.locked()
     installed = {normal_name(one.metadata["Name"]): one.version for one in importlib.metadata.distributions()}
     wrong = [
@@ -47,9 +47,22 @@ def check_versions(variant: Variant) -> str:
         if installed.get(name) != version
     ]
     wrong += [f"{name} {installed[name]} is not in the lock" for name in sorted(installed.keys() - locked.keys())]
+    wrong += [f"{one} are both on the path" for one in installed_twice()]
     if wrong:
         raise Wrong("; ".join(wrong))
     return f"{len(locked)} packages, each in its locked version"
+
+
+def installed_twice(seen: Iterable[tuple[str, str]] | None = None) -> list[str]:
+    """Packages of which two different versions are on the path: the first is imported, pip may list the other."""
+    if seen is None:
+        seen = [(str(one.metadata["Name"]), one.version) for one in importlib.metadata.distributions()]
+    versions: dict[str, list[str]] = {}
+    for name, version in seen:
+        found = versions.setdefault(normal_name(name), [])
+        if version not in found:
+            found.append(version)
+    return [f"{name} {' and '.join(found)}" for name, found in sorted(versions.items()) if len(found) > 1]
 
 
 def check_imports(variant: Variant) -> str:

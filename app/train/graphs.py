@@ -78,8 +78,6 @@ class Graphs:
         # What the passes leave in the graphs' own memory is overwritten when they are replayed; a sum must outlive that.
         lasting = self.several or accumulation > 1
         self.gradients = _Side([p for part in self.parts for p in part], self.parts) if lasting else None
-        if self.several and self.gradients:
-            self.gradients.spread()
         self.forward = torch.cuda.CUDAGraph()
         with recording(self.forward):
             loss = self._loss()
@@ -104,6 +102,11 @@ class Graphs:
             self.owned = list(self.gradients.views.items())
         self.loss = loss.detach()
         self.row["cuts"] = dict.fromkeys(self.cuts)
+
+    def share_weights(self) -> None:
+        """With several processes, give the first one's weights to all, as DDP does; every process must call it."""
+        if self.gradients and self.several:
+            self.gradients.spread()
 
     def _loss(self) -> Tensor:
         with self.accelerator.autocast():
@@ -182,7 +185,7 @@ class _Side:
 
     @torch.no_grad()
     def spread(self) -> None:
-        """Give the first process's weights to all, as DDP does."""
+        """Put the first process's weights into the parameters of all, through the buffer."""
         for parameter, view in self.views.items():
             view.copy_(parameter)
         torch.distributed.broadcast(self.buffer, 0)

@@ -290,6 +290,8 @@ class Run:
                 all_made = torch.tensor(int(bool(made)), device=self.device)
                 torch.distributed.all_reduce(all_made, torch.distributed.ReduceOp.MIN)
                 made = made if all_made.item() else False
+            if made:
+                made.share_weights()
         return made
 
     def _settle(self) -> None:

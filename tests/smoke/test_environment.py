@@ -14,9 +14,9 @@ from app.smoke.environment import (
     check_arithmetic,
     check_duplicates,
     check_library_path,
-    installed_twice,
     loaded_libraries,
 )
+from app.smoke.proof import installed_twice
 
 ROOT = Path(__file__).parents[2]
 
@@ -54,6 +54,10 @@ def test_a_swapped_package_is_named(tmp_path: Path) -> None:
     metadata = site / "tqdm.dist-info" / "METADATA"
     metadata.write_text(metadata.read_text().replace(f"Version: {installed['tqdm']}", "Version: 0.0.1"))
     assert seen() == f"wrong: tqdm is 0.0.1, the lock says {installed['tqdm']}"
+    other = site / "tqdm-other.dist-info"
+    other.mkdir()
+    (other / "METADATA").write_text(f"Metadata-Version: 2.1\nName: tqdm\nVersion: {installed['tqdm']}\n")
+    assert "are both on the path" in seen()
 
 
 def test_a_package_that_is_there_twice_is_named() -> None:
