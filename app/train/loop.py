@@ -191,6 +191,7 @@ class Run:
         self.workers = startup.workers(config, self.launch, self.device)
         startup.pin_to_numa_node(self.launch, self.device)
         stream = iter(loader(self.batches, self.table, self.step, self.workers, self.device.type == "cuda"))
+        self.telemetry.start()
         with Progress("training", "updates", self.table.total, self.step, self.main) as bar:
             if self.evaluation_due and not self._evaluate():
                 return self._stopped()

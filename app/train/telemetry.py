@@ -18,10 +18,12 @@ class Telemetry:
     """Samples of this process's GPU; nothing on a CPU, or where NVML cannot be asked."""
 
     def __init__(self, device: torch.device) -> None:
-        """Starts to sample."""
         self.watcher = Watcher(bus_id(device.index or 0), EVERY_S) if device.type == "cuda" else None
         #: samples, hot ones, and ones under the power brake, of each process
         self.run: torch.Tensor | None = None
+
+    def start(self) -> None:
+        """Begin to sample, in a thread: after the loader has forked its workers, which must not inherit one at work."""
         if self.watcher:
             self.watcher.start()
 
