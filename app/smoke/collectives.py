@@ -11,6 +11,7 @@ import time
 from datetime import timedelta
 from typing import Any
 
+from app import processes
 from app.smoke.stage import begin, finish, mark, tell
 
 #: Elements of float32 in one row of the pattern; sizes are multiples of it on every rank.
@@ -62,8 +63,9 @@ def main(arguments: list[str] | None = None) -> None:
             mark(f"{kind} {megabytes} MB")
             tell(**{f"{kind} {megabytes}": {"seconds": timed(kind, count, rank, world, device), "bytes": count * 4}})
     mark("leave")
-    dist.destroy_process_group()
+    dist.barrier()
     finish()
+    processes.end(0)
 
 
 def fitting(size_bytes: int, world: int, device: Any) -> int:

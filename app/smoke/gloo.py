@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from datetime import timedelta
 
+from app import processes
 from app.smoke.stage import begin, finish, mark
 
 
@@ -25,8 +26,8 @@ def main() -> None:
     exchange(rank, world)
     mark("leave")
     dist.barrier()
-    dist.destroy_process_group()
     finish(gloo=world)
+    processes.end(0)
 
 
 def exchange(rank: int, world: int) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from app import processes
 from app.smoke.gloo import exchange
 from app.smoke.stage import begin, finish, mark
 
@@ -40,7 +41,7 @@ def main() -> None:
     accelerator.wait_for_everyone()
     if accelerator.is_main_process:
         finish(device=str(accelerator.device), world=WORLD, gloo=WORLD)
-    accelerator.end_training()
+    processes.end(0)
 
 
 if __name__ == "__main__":

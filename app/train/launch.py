@@ -13,6 +13,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, NoReturn
 
+from app import processes
 from app.errors import STOPPED, WRONG_MACHINE, Fault
 
 SHIPPED = Path(__file__).resolve().parent.parent / "accelerate"
@@ -332,23 +333,13 @@ def _obituary(rank: int, pid: int, code: int, count: int) -> str:
 
 
 def run_as_program(main: Callable[[Sequence[str]], int]) -> NoReturn:
-    """Run ``main`` on this process's arguments and end with its exit code.
-
-    One of several processes ends without tearing Python down: what is written is flushed, and gloo's threads, whose peer may be gone
-    already, have been seen to wait for each other for ever when their group is destroyed (torch 2.4).
-    """
+    """Run ``main`` on this process's arguments and end with its exit code."""
     try:
         code = main(sys.argv[1:])
     except SystemExit as ended:
         code = ended.code if isinstance(ended.code, int) else 1 if ended.code else 0
     if is_worker(os.environ):
-        import torch
-
-        if torch.distributed.is_initialized() and torch.distributed.get_backend() == "nccl":
-            torch.distributed.destroy_process_group()
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(code)
+        processes.end(code)
     sys.exit(code)
 
 
