@@ -93,7 +93,10 @@ def _run(config: TrainConfig, data: Any, fp8: bool) -> dict[str, Any]:
     with contextlib.redirect_stderr(io.StringIO()):
         ready = loop.Run(config, how, model.choose(config), data, lambda line: None)
         packed.use_fp8(ready.bert, fp8)
-        return ready.train()[1]
+        code, result = ready.train()
+        if code:  # the trainer has caught the signal that was meant for the bench
+            raise SystemExit(code)
+        return result
 
 
 def ours(
