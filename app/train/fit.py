@@ -42,14 +42,15 @@ def longest(
 
 
 def passes(learner: Any, accelerator: Any, tensors: dict[str, Any]) -> bool:
-    """Whether a training pass over ``tensors``, an evaluation pass beside it and the optimizer's moments fit on the GPU.
+    """Whether a training pass over ``tensors``, an evaluation pass beside it the optimizer's moments and a buffer for gradients fit on the GPU.
 
     Leaves no gradients and an empty cache behind; the same answer in every process, which all must call it.
     """
     device = accelerator.device
     room = torch.cuda.mem_get_info(device)[0] + torch.cuda.memory_reserved(device)
     room -= int(SPARE * torch.cuda.mem_get_info(device)[1])
-    moments = sum(8 * p.numel() for p in learner.parameters() if p.requires_grad)
+    # AdamW's two moments, and the buffer in which gradients of several micro-batches or processes add up
+    moments = sum(12 * p.numel() for p in learner.parameters() if p.requires_grad)
     try:
         fits = _peak(learner, accelerator, tensors) + moments <= room
     except torch.cuda.OutOfMemoryError:

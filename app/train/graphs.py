@@ -166,9 +166,8 @@ class _Side:
     """Gradients side by side in one buffer, in the order in which a backward pass completes them."""
 
     def __init__(self, parameters: list[Any], parts: list[list[Any]]) -> None:
-        ends = {
-            p: part for part, members in enumerate(parts) for p in members
-        }  # a shared one is complete with the last
+        # a shared one is complete with the last part that it is in
+        ends = {p: part for part, members in enumerate(parts) for p in members}
         ordered = sorted(dict.fromkeys(parameters), key=lambda p: ends[p])
         sizes = [-(-p.numel() // ALIGNED) * ALIGNED for p in ordered]
         self.buffer = torch.zeros(sum(sizes), dtype=ordered[0].dtype, device=ordered[0].device)
