@@ -88,7 +88,7 @@ class Later:
     """Numbers on a device, copied to the host without waiting; ``read`` waits if they are not there yet."""
 
     def __init__(self, values: torch.Tensor) -> None:
-        self.values, self.done = values, None
+        self.values, self.done = values.clone() if not values.is_cuda else values, None
         if values.is_cuda:
             self.values = torch.empty_like(values, device="cpu", pin_memory=True)
             self.values.copy_(values, non_blocking=True)

@@ -73,7 +73,7 @@ class TrainConfig:
     )
     global_batch_size: int = option(
         0,
-        "sequences an update over all devices: the largest micro-batch that fits in memory is found, and accumulation "
+        "sequences an update over all devices: its largest even division that fits in memory is found, and accumulation "
         "makes up the rest; 0: --batch-size x accumulation x processes",
     )
     epochs: float = option(3.0, "passes over the training rows")
@@ -98,7 +98,7 @@ class TrainConfig:
     )
     cuda_graphs: str = option(
         "auto",
-        "auto: record the passes over packed rows on one GPU once and replay them, which spares the host; no: do not",
+        "auto: record the passes over packed rows on a GPU once and replay them, which spares the host; no: do not",
         choices=["auto", "no"],
     )
     compress_gradients: str = option(

@@ -42,7 +42,7 @@ def longest(
 
 
 def passes(learner: Any, accelerator: Any, tensors: dict[str, Any]) -> bool:
-    """Whether a training pass over ``tensors``, an evaluation pass beside it the optimizer's moments and a buffer for gradients fit on the GPU.
+    """Whether a training pass over ``tensors``, an evaluation pass beside it, the optimizer's moments and a buffer for gradients fit on the GPU.
 
     Leaves no gradients and an empty cache behind; the same answer in every process, which all must call it.
     """
@@ -53,7 +53,9 @@ def passes(learner: Any, accelerator: Any, tensors: dict[str, Any]) -> bool:
     moments = sum(12 * p.numel() for p in learner.parameters() if p.requires_grad)
     try:
         fits = _peak(learner, accelerator, tensors) + moments <= room
-    except torch.cuda.OutOfMemoryError:
+    except RuntimeError as error:
+        if not isinstance(error, torch.cuda.OutOfMemoryError) and "ALLOC_FAILED" not in str(error):
+            raise
         fits = False
     for parameter in learner.parameters():
         parameter.grad = None

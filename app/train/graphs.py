@@ -130,7 +130,7 @@ class Graphs:
             for name, value in micro.tensors.items():
                 if isinstance(value, Tensor):
                     self.row[name].copy_(value, non_blocking=True)
-            self.row["seeds"].copy_(packed_fused.draw_seeds(self.bert))
+            self.row["seeds"].copy_(packed_fused.draw_seeds(self.bert), non_blocking=True)
             self.share.fill_(share)
         with clock.part("forward"):
             self.forward.replay()

@@ -338,9 +338,7 @@ def run_as_program(main: Callable[[Sequence[str]], int]) -> NoReturn:
         code = main(sys.argv[1:])
     except SystemExit as ended:
         code = ended.code if isinstance(ended.code, int) else 1 if ended.code else 0
-    if is_worker(os.environ):
-        processes.end(code)
-    sys.exit(code)
+    processes.end(code)
 
 
 def die_with_parent() -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from pathlib import Path
@@ -57,7 +58,8 @@ class Run:
             torch.use_deterministic_algorithms(True)
 
         self.bert = model.build(choice, config, prepared, self.say)
-        self.learner = model.Learner(self.bert, config.task).to(self.device)
+        # from_pretrained gives a model that is set to evaluate, without dropout
+        self.learner = model.Learner(self.bert, config.task).to(self.device).train()
         self.peak = model.peak_rate(config, bool(choice.source), self.bert.config.hidden_size)
         optimizer = model.optimizer_for(self.learner, config, self.peak, self.device)
         self.optimizer = accelerator.prepare(optimizer)
@@ -71,7 +73,8 @@ class Run:
             "sequences_an_update": f"{self.layout.micro_batches} rows of {self.shape.tokens} tokens" if self.shape else self.layout.sequences,
         }  # fmt: skip
         epoch, total = self.batches.plan(0).updates, self.table.total
-        self.say(startup.summary(self.device, precision, self.layout, self.padding, self.shape, epoch, total))
+        mean = float(prepared.train.store.lengths[prepared.train.rows].mean())
+        self.say(startup.summary(self.device, precision, self.layout, self.padding, self.shape, mean, epoch, total))
 
         if self.shape:
             self.say(f"packed rows run through {packed.path(self.bert, self.dtype)}")
@@ -149,13 +152,17 @@ class Run:
             raise Fault(
                 f"--global-batch-size is {wanted}, allowed is a multiple of the number of processes, {self.world}"
             )
-        before = (record.earlier_run(self.output) or {}).get("layout", {})
+        before = startup.earlier_layout(self.config)
         rows = before.get("accumulation", 0) * before.get("processes", 0)
         if rows and rows * before["batch_size"] == wanted and rows % self.world == 0:
-            return self._arrange(before["batch_size"], rows // self.world)
-        batch_size, accumulation = fit.divide(wanted // self.world, self._fits)
+            batch_size, accumulation = before["batch_size"], rows // self.world
+        else:
+            batch_size, accumulation = fit.divide(wanted // self.world, self._fits)
+            self.say(
+                f"--global-batch-size {wanted}: micro-batches of {batch_size} are the largest even division that fits here"
+            )
         self._arrange(batch_size, accumulation)
-        self.say(f"--global-batch-size {wanted}: micro-batches of {batch_size} sequences are the largest that fit here")
+        self.accelerator.wait_for_everyone()  # all have read what an earlier run left before the first one writes
 
     def _fits(self, batch_size: int) -> bool:
         self._arrange(batch_size, 1)
@@ -275,19 +282,23 @@ class Run:
 
     def _record(self, example: MicroBatch) -> Graphs | Literal[False]:
         """CUDA graphs of the passes where they can be made in every process, else False. Both ways give the same training."""
-        if self.config.cuda_graphs == "no" or not graphs.usable(self.learner, example):
+        if self.config.cuda_graphs == "no" or self.device.type != "cuda":
             return False
         made: Graphs | Literal[False] = False
         with self.clock.paused():
             try:
-                made = Graphs(
-                    self.learner, self.accelerator, example, self.layout.accumulation, self.config.compress_gradients
-                )
+                if graphs.usable(self.learner, example):
+                    accumulation, compress = self.layout.accumulation, self.config.compress_gradients
+                    made = Graphs(self.learner, self.accelerator, example, accumulation, compress)
             except RuntimeError as error:
                 if isinstance(error, torch.cuda.OutOfMemoryError):
                     raise
-                self.say(f"going on without CUDA graphs, which cannot be recorded here: {str(error).splitlines()[0]}")
-            if self.world > 1:
+                print(
+                    f"process {self.accelerator.process_index}: CUDA graphs cannot be recorded here ({error}); "
+                    "going on without them, as with --cuda-graphs no",
+                    file=sys.stderr,
+                )
+            if self.world > 1:  # whatever each of them can: what follows must be the same in all
                 all_made = torch.tensor(int(bool(made)), device=self.device)
                 torch.distributed.all_reduce(all_made, torch.distributed.ReduceOp.MIN)
                 made = made if all_made.item() else False
@@ -353,7 +364,7 @@ class Run:
             raise startup.diverged("the loss or a gradient is not a number", self.step, self.output)
         state = {
             "step": self.step, "identity": self.identity, "tally": self.tally.state(), "best": self.best, "scores": self.scores,
-            "evaluation_due": self.evaluation_due, "scaler": self.scaler.state_dict() if self.scaler else None,
+            "layout": dataclasses.asdict(self.layout), "evaluation_due": self.evaluation_due, "scaler": self.scaler.state_dict() if self.scaler else None,
             "launch": self.launch.as_dict(), "environment": self.described,
         }  # fmt: skip
         optimizer = self.optimizer.optimizer

@@ -127,7 +127,7 @@ def _version(name: str) -> str | None:
 def _git_revision() -> str | None:
     try:
         asked = subprocess.run(
-            ["git", "-C", str(ROOT), "describe", "--always", "--dirty", "--abbrev=40"],
+            ["git", "-C", str(ROOT), "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"],
             capture_output=True,
             text=True,
             check=False,

@@ -87,17 +87,30 @@ def summary(
     layout: Layout,
     padding: str,
     shape: PackedShape | None,
+    mean: float,
     epoch: int,
     total: int,
 ) -> str:
-    """The line before the first update: devices, precision, batch, and how many updates there will be."""
+    """The line before the first update: devices, precision, batch, and how many updates there will be.
+
+    ``mean`` is the mean length of a sequence: a packed row holds at least one of the longest, so a small batch may be larger than was asked.
+    """
+    batch = round(shape.tokens / mean) if shape else layout.batch_size
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
     rows = f" in rows of {shape.tokens} tokens" if shape else ""
     return (
         f"{layout.processes} x {name}, {'fp32' if precision == 'no' else precision}, {padding}{rows}: "
-        f"batch {layout.batch_size} x accumulation {layout.accumulation} x {layout.processes} process{'es' if layout.processes > 1 else ''} "
-        f"= {layout.sequences} sequences an update{' on average' if shape else ''}, {epoch} updates an epoch, {total} in all"
+        f"batch {batch} x accumulation {layout.accumulation} x {layout.processes} process{'es' if layout.processes > 1 else ''} "
+        f"= {batch * layout.micro_batches} sequences an update{' on average' if shape else ''}, {epoch} updates an epoch, {total} in all"
     )
+
+
+def earlier_layout(config: TrainConfig) -> dict[str, int]:
+    """How the run that is gone on from, or used this folder before, divided its updates; empty where there is none."""
+    if config.resume in ("auto", "never"):
+        return dict((record.earlier_run(Path(config.output_dir)) or {}).get("layout", {}))
+    folder = Path(config.resume)
+    return {} if checkpoints.damage(folder) else dict(checkpoints.read_state(folder).get("layout", {}))
 
 
 def earlier_state(
@@ -152,4 +165,7 @@ def on_main(accelerator: Any, work: Callable[[], None]) -> None:
         if not accelerator.is_main_process and code.item():
             raise SystemExit(int(code.item()))
     if fault:
-        raise fault
+        try:
+            raise fault
+        finally:
+            del fault  # a cycle of exception and frame would keep the loader's workers alive

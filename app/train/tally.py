@@ -29,9 +29,8 @@ class Tally:
         # Of this process's life, without its first window, which warms up.
         self.steady = {"seconds": 0.0, "useful": 0.0, "sequences": 0.0, "data": 0.0, "communication": 0.0}
         self.windows = 0  # steady ones
-        self.slowest: dict[
-            int, list[float]
-        ] = {}  # process: how far it was over the median, in the windows it was slowest
+        #: by process: how far it was over the median, in each window in which it was the slowest
+        self.slowest: dict[int, list[float]] = {}
         self.warm = False
         self.note = ""
         self._window = dict.fromkeys(COUNTS, 0.0)

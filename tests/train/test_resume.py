@@ -76,6 +76,35 @@ def test_going_on_from_any_checkpoint_gives_the_same_bytes(
         same_files(tmp_path / "whole", again)
 
 
+def test_a_pretrained_model_trains_with_dropout_from_the_first_update_on(call, tmp_path: Path) -> None:
+    """Transformers hands it over set to evaluate; an evaluation on the way, or going on, must not be what switches dropout on."""
+    write_rows(tmp_path / "rows.jsonl", 60)
+    call("--train-file", "rows.jsonl", "--max-steps", 1, "--save-every", 0, "--output-dir", "first").result  # noqa: B018
+    options = (
+        *("--train-file", "rows.jsonl", "--model", "first/model", "--batch-size", 4, "--max-steps", 8),
+        *("--eval-every", 3, "--save-every", 4, "--log-every", 1, "--keep", 9),
+    )
+    for drop in ("0.5", "0"):
+        call(*options, "--dropout", drop, "--output-dir", f"drop{drop}").result  # noqa: B018
+    losses = [[line["loss"] for line in metrics(tmp_path / f"drop{d}") if "loss" in line] for d in ("0.5", "0")]
+    assert losses[0][0] != losses[1][0]
+    there = tmp_path / "drop0.5" / "checkpoints" / "step-00000004"
+    call(*options, "--dropout", "0.5", "--output-dir", "again", "--resume", there).result  # noqa: B018
+    one, other = (tmp_path / folder / "model" / "model.safetensors" for folder in ("drop0.5", "again"))
+    assert one.read_bytes() == other.read_bytes()
+
+
+def test_a_run_that_diverges_ends_although_its_workers_are_at_work(run, tmp_path: Path) -> None:
+    write_rows(tmp_path / "rows.jsonl", 200)
+    done = run(
+        *("--train-file", "rows.jsonl", "--lr", 1e30, "--clip", 0, "--warmup-ratio", 0, "--log-every", 1),
+        *("--num-workers", 1, "--batch-size", 4, "--eval-fraction", 0, "--output-dir", "out"),
+        timeout=120,
+    )
+    assert done.code == 4
+    assert "training diverged" in done.stderr
+
+
 def start(environment: dict[str, str], cwd: Path, *arguments: object, own_group: bool = False) -> subprocess.Popen[str]:
     return subprocess.Popen(
         command(*arguments),
