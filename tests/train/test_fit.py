@@ -45,7 +45,7 @@ def test_the_global_batch_is_kept_whatever_the_number_of_processes(run, tmp_path
     two = accelerate_file(tmp_path / "two.yaml", 2, 1)
     done = run(*options, "--global-batch-size", 16, "--accelerate", two, "--output-dir", "found")
     assert done.result["updates"] == 5
-    assert "micro-batches of 8 sequences are the largest that fit here" in done.stderr
+    assert "micro-batches of 8 are the largest even division that fits here" in done.stderr
     plain = run(*options, "--batch-size", 16, "--accelerate", "cpu", "--output-dir", "plain")
     assert plain.result["updates"] == 5
     losses = [[line["loss"] for line in metrics(tmp_path / folder)] for folder in ("found", "plain")]
