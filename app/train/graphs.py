@@ -27,13 +27,9 @@ ALIGNED = 64  #: gradients begin at a multiple of so many elements in the buffer
 COMPRESSED = {"fp16": torch.float16, "bf16": torch.bfloat16}
 
 
-def usable(learner: nn.Module, example: MicroBatch) -> bool:
+def usable(bert: nn.Module, example: MicroBatch) -> bool:
     """Whether ``Graphs`` can take over: rows for the hand-written kernels, whose shapes are all the same."""
-    return (
-        "cu_seqlens" in example.tensors
-        and "lengths" not in example.tensors
-        and packed_fused.unfit(learner.model.bert) is None  # type: ignore[union-attr,arg-type]
-    )
+    return "cu_seqlens" in example.tensors and "lengths" not in example.tensors and packed_fused.unfit(bert) is None
 
 
 class Graphs:

@@ -20,14 +20,13 @@ import torch
 from app.errors import STOPPED, Fault
 from app.measure.clock import Later, StepClock
 from app.measure.flops import of_bert
-from app.train import checkpoints, data, fit, graphs, machine, model, packed, packed_attention, record, startup
-from app.train.batches import Layout, packed_shape
-from app.train.collate import Collator, MicroBatch, MicroBatches, loader, timetable
+from app.train import checkpoints, data, graphs, machine, model, packed, record, startup
+from app.train.collate import MicroBatch, loader
 from app.train.config import TrainConfig
 from app.train.evaluate import evaluate
 from app.train.graphs import Graphs
 from app.train.launch import Launch
-from app.train.masking import Masking
+from app.train.order import Order
 from app.train.show import Progress
 from app.train.tally import Tally
 from app.train.telemetry import Telemetry
@@ -66,18 +65,22 @@ class Run:
         self.trained: Any = None  # the learner in DDP and autocast; not made where passes are recorded
         self.scaler = accelerator.scaler
 
-        self._order_data()
         precision = accelerator.mixed_precision
+        self.padding = "packed" if config.padding == "auto" else config.padding
+        self._check_padding()
+        dtype = {"fp16": torch.float16, "bf16": torch.bfloat16}.get(precision, torch.float32)
+        order = self.order = Order(config, launch, prepared, self.learner, accelerator, self.padding, dtype, self.say)
+        self.layout, self.batches, self.table, self.held_out = order.layout, order.batches, order.table, order.held_out
         self.identity = {
             **config.decides_weights(), **prepared.fingerprint(), "padding": self.padding, "precision": precision,
-            "sequences_an_update": f"{self.layout.micro_batches} rows of {self.shape.tokens} tokens" if self.shape else self.layout.sequences,
+            "sequences_an_update": f"{self.layout.micro_batches} rows of {order.shape.tokens} tokens" if order.shape else self.layout.sequences,
         }  # fmt: skip
         epoch, total = self.batches.plan(0).updates, self.table.total
         mean = float(prepared.train.store.lengths[prepared.train.rows].mean())
-        self.say(startup.summary(self.device, precision, self.layout, self.padding, self.shape, mean, epoch, total))
+        self.say(startup.summary(self.device, precision, self.layout, self.padding, order.shape, mean, epoch, total))
 
-        if self.shape:
-            self.say(f"packed rows run through {packed.path(self.bert, self.dtype)}")
+        if order.shape:
+            self.say(f"packed rows run through {packed.path(self.bert, dtype)}")
 
         self.tally, self.clock = Tally(), StepClock(self.device)
         self.telemetry = Telemetry(self.device)
@@ -97,82 +100,15 @@ class Run:
             if not self.step:
                 self.metrics.histogram("data/length", prepared.train.store.lengths[prepared.train.rows])
 
-    def _order_data(self) -> None:
-        """Which micro-batches there are, for every update of the run."""
-        config = self.config
-        self.padding = "packed" if config.padding == "auto" else config.padding
-        if config.fp8 and (self.padding != "packed" or self.accelerator.mixed_precision != "fp16"):
+    def _check_padding(self) -> None:
+        """Raises Fault where this model, precision or GPU cannot train with --padding and --fp8 as they are."""
+        if self.config.fp8 and (self.padding != "packed" or self.accelerator.mixed_precision != "fp16"):
             raise Fault(
                 f"--fp8 goes with --padding packed and fp16; these are {self.padding} and {self.accelerator.mixed_precision}. Leave it out."
             )
         if self.padding == "packed":
             packed.check_model(self.bert)
-            packed.use_fp8(self.bert, config.fp8)
-        self.dtype = {"fp16": torch.float16, "bf16": torch.bfloat16}.get(
-            self.accelerator.mixed_precision, torch.float32
-        )
-        if config.global_batch_size:
-            self._divide()
-        else:
-            self._arrange(config.batch_size, self.launch.accumulation)
-        self.table = timetable(self.batches, config.epochs, config.max_steps)
-
-    def _arrange(self, batch_size: int, accumulation: int) -> None:
-        """Micro-batches of ``batch_size`` sequences, or packed rows that hold so many on average."""
-        config, prepared = self.config, self.prepared
-        mlm, split = config.task == "mlm", prepared.train
-        self.layout, self.shape = Layout(batch_size, accumulation, self.world), None
-        if self.padding == "packed":
-            fraction = config.mask_fraction if mlm else 0.0
-            self.shape = packed_shape(split.store.lengths[split.rows], batch_size, prepared.max_length, fraction)
-        masking = (
-            Masking(prepared.tokenizer.vocabulary, config.mask_fraction, config.whole_words, config.seed)
-            if mlm
-            else None
-        )
-        host_lengths = not packed_attention.has_flash(self.device, self.dtype)
-        pad_to = prepared.max_length if self.padding == "fixed" else 0
-        collators = [
-            Collator(part, prepared.tokenizer, masking, self.shape, pad_to, host_lengths) if part else None
-            for part in (split, prepared.evaluation)
-        ]
-        assert collators[0] is not None
-        self.held_out = collators[1]
-        self.batches = MicroBatches(collators[0], config.seed, self.layout, self.accelerator.process_index)
-
-    def _divide(self) -> None:
-        """Arrange --global-batch-size: as an earlier run of this folder did, else by what fits in memory."""
-        wanted = self.config.global_batch_size
-        if self.launch.accumulation > 1:
-            raise Fault(
-                f"--global-batch-size finds the accumulation, and {self.launch.config} has gradient_accumulation_steps: {self.launch.accumulation}; "
-                "give one of the two"
-            )
-        if wanted % self.world:
-            raise Fault(
-                f"--global-batch-size is {wanted}, allowed is a multiple of the number of processes, {self.world}"
-            )
-        before = startup.earlier_layout(self.config)
-        rows = before.get("accumulation", 0) * before.get("processes", 0)
-        if rows and rows * before["batch_size"] == wanted and rows % self.world == 0:
-            batch_size, accumulation = before["batch_size"], rows // self.world
-        else:
-            batch_size, accumulation = fit.divide(wanted // self.world, self._fits)
-            self.say(
-                f"--global-batch-size {wanted}: micro-batches of {batch_size} are the largest even division that fits here"
-            )
-        self._arrange(batch_size, accumulation)
-        self.accelerator.wait_for_everyone()  # all have read what an earlier run left before the first one writes
-
-    def _fits(self, batch_size: int) -> bool:
-        self._arrange(batch_size, 1)
-        split, collator = self.prepared.train, self.batches.collator
-        fraction = self.config.mask_fraction if self.config.task == "mlm" else 0.0
-        rows = fit.longest(split.store.lengths, split.rows, self.shape, batch_size, fraction)
-        worst = collator.collate(rows, 0)
-        if self.device.type == "cpu":
-            return worst.tokens <= fit.CPU_TOKENS or batch_size == 1
-        return fit.passes(self.learner, self.accelerator, worst.to(self.device))
+            packed.use_fp8(self.bert, self.config.fp8)
 
     def _go_on(self) -> None:
         """Weights, moments, scaler and counts of the checkpoint that this run goes on from, if there is one."""
@@ -287,7 +223,7 @@ class Run:
         made: Graphs | Literal[False] = False
         with self.clock.paused():
             try:
-                if graphs.usable(self.learner, example):
+                if graphs.usable(self.bert.base_model, example):
                     accumulation, compress = self.layout.accumulation, self.config.compress_gradients
                     made = Graphs(self.learner, self.accelerator, example, accumulation, compress)
             except RuntimeError as error:
@@ -332,7 +268,7 @@ class Run:
         with self.clock.paused():
             classes = len(self.prepared.label_names) if self.config.task == "classify" else 0
             found = evaluate(
-                self.learner, self.held_out, self._evaluation_batch(), self.accelerator, classes, self.stop.seen
+                self.learner, self.held_out, self.order.evaluation_batch(), self.accelerator, classes, self.stop.seen
             )
         if found is None:
             return False
@@ -342,10 +278,6 @@ class Run:
         if found["eval_loss"] < self.best.get("eval_loss", math.inf):
             self.best = {"step": self.step, **found}
         return True
-
-    def _evaluation_batch(self) -> int:
-        """Small micro-batches are doubled, as no gradients are kept; large ones would only take memory."""
-        return self.layout.batch_size * (2 if self.layout.batch_size <= 64 else 1)
 
     def _write(self, values: dict[str, Any]) -> None:
         if self.metrics:
