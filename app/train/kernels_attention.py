@@ -18,11 +18,14 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from app.train.kernels_eight import as_stored
 from app.train.kernels_rows import dropped, keep_scale, keeps, keeps_across
 
 LOG2E = 1.4426950408889634
 TILE = 64  #: rows of a program
 STEP = 32  #: rows of each turn of its loop: fewer registers than 64, so more programs side by side
+PEEL = True
+CONTEXT_SCALE = tl.constexpr(8.0)  #: of 8-bit results: means of values are small, up to 56 fits
 
 
 def tiles(cu_seqlens: Tensor, tokens: int) -> Tensor:
@@ -40,10 +43,35 @@ def tiles(cu_seqlens: Tensor, tokens: int) -> Tensor:
     return torch.stack((cu_seqlens[:-1][order][sequence], lengths[sequence], first), 1).int()
 
 
+@triton.jit
+def _attend_step(
+    query, keys, values, column, there, top, total, mixed, drawn, line, scale,
+    DROPPED: tl.constexpr, MASKED: tl.constexpr,
+):  # fmt: skip
+    """One turn of the forward pass over some keys; only the last has any that are not there."""
+    if MASKED:
+        key = tl.load(keys, mask=there[:, None], other=0.0)
+        value = tl.load(values, mask=there[:, None], other=0.0)
+    else:
+        key, value = tl.load(keys), tl.load(values)
+    score = tl.dot(query, tl.trans(key))
+    if MASKED:
+        score = tl.where(there[None, :], score, float("-inf"))
+    higher = tl.maximum(top, tl.max(score, 1) * scale)
+    weight = tl.exp2(score * scale - higher[:, None])
+    shrink = tl.exp2(top - higher)
+    total = total * shrink + tl.sum(weight, 1)
+    if DROPPED > 0:
+        weight = tl.where(keeps(drawn, line, column, DROPPED), weight, 0.0)
+    mixed = mixed * shrink[:, None] + tl.dot(weight.to(value.dtype), value)
+    return higher, total, mixed
+
+
 @triton.jit(do_not_specialize=["seed"])
 def _forward(
-    qkv, out, lse, plan, seed, tokens, scale,
-    HEADS: tl.constexpr, WIDTH: tl.constexpr, TILE: tl.constexpr, STEP: tl.constexpr, DROPPED: tl.constexpr, SAVE: tl.constexpr,
+    qkv, out, out8, lse, plan, seed, tokens, scale,
+    HEADS: tl.constexpr, WIDTH: tl.constexpr, TILE: tl.constexpr, STEP: tl.constexpr, DROPPED: tl.constexpr,
+    SAVE: tl.constexpr, EIGHT: tl.constexpr, PEEL: tl.constexpr,
 ):  # fmt: skip
     head = tl.program_id(0) % HEADS
     plan += tl.program_id(0) // HEADS * 3
@@ -56,35 +84,60 @@ def _forward(
     qkv += start.to(tl.int64) * (3 * HEADS * WIDTH) + head * WIDTH
     spot = row[:, None] * (3 * HEADS * WIDTH) + width[None, :]
     query = tl.load(qkv + spot, mask=row[:, None] < length, other=0.0)
+    line = (start + row) * HEADS + head
     top = tl.full([TILE], float("-inf"), tl.float32)
     total = tl.zeros([TILE], tl.float32)
     mixed = tl.zeros([TILE, WIDTH], tl.float32)
-    for step in range(0, length, STEP):
+    whole = length // STEP * STEP if PEEL else 0
+    for step in range(0, whole, STEP):
         column = step + tl.arange(0, STEP)
-        there = column < length
-        place = column[:, None] * (3 * HEADS * WIDTH) + width[None, :]
-        key = tl.load(qkv + place + HEADS * WIDTH, mask=there[:, None], other=0.0)
-        value = tl.load(qkv + place + 2 * HEADS * WIDTH, mask=there[:, None], other=0.0)
-        score = tl.where(there[None, :], tl.dot(query, tl.trans(key)), float("-inf"))
-        higher = tl.maximum(top, tl.max(score, 1) * scale)
-        weight = tl.exp2(score * scale - higher[:, None])
-        shrink = tl.exp2(top - higher)
-        total = total * shrink + tl.sum(weight, 1)
-        if DROPPED > 0:
-            weight = tl.where(keeps(drawn, (start + row) * HEADS + head, column, DROPPED), weight, 0.0)
-        mixed = mixed * shrink[:, None] + tl.dot(weight.to(value.dtype), value)
-        top = higher
+        keys = qkv + HEADS * WIDTH + column[:, None] * (3 * HEADS * WIDTH) + width[None, :]
+        top, total, mixed = _attend_step(
+            query, keys, keys + HEADS * WIDTH, column, column < length, top, total, mixed, drawn, line, scale,
+            DROPPED, False,
+        )  # fmt: skip
+    for step in range(whole, length, STEP):
+        column = step + tl.arange(0, STEP)
+        keys = qkv + HEADS * WIDTH + column[:, None] * (3 * HEADS * WIDTH) + width[None, :]
+        top, total, mixed = _attend_step(
+            query, keys, keys + HEADS * WIDTH, column, column < length, top, total, mixed, drawn, line, scale,
+            DROPPED, True,
+        )  # fmt: skip
     mixed = mixed * (keep_scale(DROPPED) / total)[:, None]
     flat = (start + row).to(tl.int64)[:, None] * (HEADS * WIDTH) + head * WIDTH + width[None, :]
     tl.store(out + flat, mixed.to(out.dtype.element_ty), mask=row[:, None] < length)
+    if EIGHT:
+        tl.store(out8 + flat, as_stored(mixed * CONTEXT_SCALE, out8), mask=row[:, None] < length)
     if SAVE:
         tl.store(lse + head.to(tl.int64) * tokens + start + row, top + tl.log2(total), mask=row < length)
+
+
+@triton.jit
+def _queries_step(
+    query, dout, keys, values, column, there, level, drift, dquery, drawn, line, scale,
+    DROPPED: tl.constexpr, MASKED: tl.constexpr,
+):  # fmt: skip
+    """One turn of the backward pass of queries over some keys."""
+    if MASKED:
+        key = tl.load(keys, mask=there[:, None], other=0.0)
+        value = tl.load(values, mask=there[:, None], other=0.0)
+    else:
+        key, value = tl.load(keys), tl.load(values)
+    weight = tl.exp2(tl.dot(query, tl.trans(key)) * scale - level[:, None])
+    if MASKED:
+        weight = tl.where(there[None, :], weight, 0.0)
+    dweight = tl.dot(dout, tl.trans(value))
+    if DROPPED > 0:
+        dweight = tl.where(keeps(drawn, line, column, DROPPED), dweight, 0.0)
+    dscore = weight * (dweight * keep_scale(DROPPED) - drift[:, None])
+    return dquery + tl.dot(dscore.to(key.dtype), key)
 
 
 @triton.jit(do_not_specialize=["seed"])
 def _backward_queries(
     qkv, out, lse, grad, dqkv, delta, sums, plan, seed, tokens, scale, slope,
     HEADS: tl.constexpr, WIDTH: tl.constexpr, TILE: tl.constexpr, STEP: tl.constexpr, DROPPED: tl.constexpr,
+    PEEL: tl.constexpr,
 ):  # fmt: skip
     head = tl.program_id(0) % HEADS
     plan += tl.program_id(0) // HEADS * 3
@@ -100,30 +153,33 @@ def _backward_queries(
     qkv += start.to(tl.int64) * (3 * HEADS * WIDTH) + head * WIDTH
     spot = row[:, None] * (3 * HEADS * WIDTH) + width[None, :]
     flat = (start + row).to(tl.int64)[:, None] * (HEADS * WIDTH) + head * WIDTH + width[None, :]
-    line = head.to(tl.int64) * tokens + start + row
+    place = head.to(tl.int64) * tokens + start + row
+    line = (start + row) * HEADS + head
     query = tl.load(qkv + spot, mask=inside[:, None], other=0.0)
     dout = tl.load(grad + flat, mask=inside[:, None], other=0.0)
     mixed = tl.load(out + flat, mask=inside[:, None], other=0.0)
-    level = tl.load(lse + line, mask=inside, other=0.0)
+    level = tl.load(lse + place, mask=inside, other=0.0)
     drift = tl.sum(dout.to(tl.float32) * mixed.to(tl.float32), 1)
-    tl.store(delta + line, drift, mask=inside)
+    tl.store(delta + place, drift, mask=inside)
     dquery = tl.zeros([TILE, WIDTH], tl.float32)
-    for step in range(0, length, STEP):
+    whole = length // STEP * STEP if PEEL else 0
+    for step in range(0, whole, STEP):
         column = step + tl.arange(0, STEP)
-        there = column < length
-        place = column[:, None] * (3 * HEADS * WIDTH) + width[None, :]
-        key = tl.load(qkv + place + HEADS * WIDTH, mask=there[:, None], other=0.0)
-        value = tl.load(qkv + place + 2 * HEADS * WIDTH, mask=there[:, None], other=0.0)
-        weight = tl.exp2(tl.dot(query, tl.trans(key)) * scale - level[:, None])
-        weight = tl.where(there[None, :], weight, 0.0)
-        dweight = tl.dot(dout, tl.trans(value))
-        if DROPPED > 0:
-            kept = keeps(drawn, (start + row) * HEADS + head, column, DROPPED)
-            dweight = tl.where(kept, dweight * keep_scale(DROPPED), 0.0)
-        dquery += tl.dot((weight * (dweight - drift[:, None])).to(key.dtype), key)
+        keys = qkv + HEADS * WIDTH + column[:, None] * (3 * HEADS * WIDTH) + width[None, :]
+        dquery = _queries_step(
+            query, dout, keys, keys + HEADS * WIDTH, column, column < length, level, drift, dquery, drawn, line, scale,
+            DROPPED, False,
+        )  # fmt: skip
+    for step in range(whole, length, STEP):
+        column = step + tl.arange(0, STEP)
+        keys = qkv + HEADS * WIDTH + column[:, None] * (3 * HEADS * WIDTH) + width[None, :]
+        dquery = _queries_step(
+            query, dout, keys, keys + HEADS * WIDTH, column, column < length, level, drift, dquery, drawn, line, scale,
+            DROPPED, True,
+        )  # fmt: skip
     dquery *= slope
     dqkv += start.to(tl.int64) * (3 * HEADS * WIDTH) + head * WIDTH
-    tl.store(dqkv + spot, dquery.to(dqkv.dtype.element_ty), mask=inside[:, None])
+    tl.store(dqkv + spot, as_stored(dquery, dqkv), mask=inside[:, None])
     tl.store(sums, tl.sum(dquery, 0))
 
 
@@ -160,51 +216,62 @@ def _backward_keys(
         dout = tl.load(grad + row[:, None] * (HEADS * WIDTH) + width[None, :], mask=inside[:, None], other=0.0)
         level = tl.load(lse + row, mask=inside, other=0.0)
         drift = tl.load(delta + row, mask=inside, other=0.0)
-        # transposed, keys down and queries across, so that weights feed the next product from registers
+        # Transposed, keys down and queries across, so that weights feed the next product from registers. Nothing is
+        # masked: a query that is not there has no gradient, and a key that is not there has a row of its own.
         weight = tl.exp2(tl.dot(key, tl.trans(query)) * scale - level[None, :])
-        weight = tl.where(there[:, None], weight, 0.0)
         dweight = tl.dot(value, tl.trans(dout))
         if DROPPED > 0:
             kept = keeps_across(drawn, (start + row) * HEADS + head, column, DROPPED)
             dvalue += tl.dot(tl.where(kept, weight, 0.0).to(dout.dtype), dout)
-            dweight = tl.where(kept, dweight * keep_scale(DROPPED), 0.0)
+            dweight = tl.where(kept, dweight, 0.0)
         else:
             dvalue += tl.dot(weight.to(dout.dtype), dout)
-        dkey += tl.dot((weight * (dweight - drift[None, :])).to(query.dtype), query)
-    dkey *= slope
-    dvalue *= keep_scale(DROPPED)
+        dscore = weight * (dweight * keep_scale(DROPPED) - drift[None, :])
+        dkey += tl.dot(dscore.to(query.dtype), query)
+    dkey = tl.where(there[:, None], dkey * slope, 0.0)
+    dvalue = tl.where(there[:, None], dvalue * keep_scale(DROPPED), 0.0)
     dqkv += start.to(tl.int64) * (3 * HEADS * WIDTH) + head * WIDTH
-    tl.store(dqkv + place + HEADS * WIDTH, dkey.to(dqkv.dtype.element_ty), mask=there[:, None])
-    tl.store(dqkv + place + 2 * HEADS * WIDTH, dvalue.to(dqkv.dtype.element_ty), mask=there[:, None])
+    tl.store(dqkv + place + HEADS * WIDTH, as_stored(dkey, dqkv), mask=there[:, None])
+    tl.store(dqkv + place + 2 * HEADS * WIDTH, as_stored(dvalue, dqkv), mask=there[:, None])
     tl.store(sums + HEADS * WIDTH, tl.sum(dkey, 0))
     tl.store(sums + 2 * HEADS * WIDTH, tl.sum(dvalue, 0))
 
 
-def attend(qkv: Tensor, plan: Tensor, dropout: float, seed: Tensor, save: bool) -> tuple[Tensor, Tensor]:
-    """Attention of qkv [T, 3, heads, width] in half precision: [T, heads x width] and, if ``save``, [heads, T] lse.
+def attend(
+    qkv: Tensor, plan: Tensor, dropout: float, seed: Tensor, save: bool, eight: bool = False
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Attention of qkv [T, 3, heads, width] in half precision: [T, heads x width].
 
-    ``dropout`` falls on the attention weights; the same ``seed`` (one int32 on the device) drops the same ones.
+    The same comes times ``CONTEXT_SCALE`` in e4m3 if ``eight``, and, if ``save``, [heads, T] float32 logarithms of the
+    weights' sums. ``dropout`` falls on the attention weights; the same ``seed`` (one int32 on the device) drops the same.
     """
     tokens, _, heads, width = qkv.shape
     out = qkv.new_empty(tokens, heads * width)
+    out8 = torch.empty_like(out, dtype=torch.float8_e4m3fn) if eight else out
     lse = torch.empty((heads, tokens) if save else (0,), dtype=torch.float32, device=qkv.device)
     _forward[(len(plan) * heads,)](
-        qkv, out, lse, plan, seed, tokens, LOG2E * width**-0.5,
-        HEADS=heads, WIDTH=width, TILE=TILE, STEP=STEP, DROPPED=dropped(dropout), SAVE=save, num_warps=4, num_stages=3,
+        qkv, out, out8, lse, plan, seed, tokens, LOG2E * width**-0.5,
+        HEADS=heads, WIDTH=width, TILE=TILE, STEP=STEP, DROPPED=dropped(dropout), SAVE=save, EIGHT=eight, PEEL=PEEL,
+        num_warps=4, num_stages=3,
     )  # fmt: skip
-    return out, lse
+    return out, out8, lse
 
 
 def attend_backward(
-    grad: Tensor, qkv: Tensor, out: Tensor, lse: Tensor, plan: Tensor, dropout: float, seed: Tensor
-) -> tuple[Tensor, Tensor]:
-    """The gradient of qkv, from that of ``attend``'s result and what it returned, and its float32 sum over tokens."""
+    grad: Tensor, qkv: Tensor, out: Tensor, lse: Tensor, plan: Tensor, dropout: float, seed: Tensor,
+    eight: bool = False,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """The gradient of qkv, from that of ``attend``'s result and what it returned, and its float32 sum over tokens.
+
+    Of the type of ``qkv``, or e5m2 if ``eight``.
+    """
     tokens, _, heads, width = qkv.shape
-    dqkv, delta = torch.empty_like(qkv), torch.empty_like(lse)
+    dqkv = torch.empty_like(qkv, dtype=torch.float8_e5m2 if eight else qkv.dtype)
+    delta = torch.empty_like(lse)
     sums = torch.empty((len(plan), 3 * heads * width), dtype=torch.float32, device=qkv.device)
     tail = (dqkv, delta, sums, plan, seed, tokens, LOG2E * width**-0.5, width**-0.5)
     sizes = {"HEADS": heads, "WIDTH": width, "TILE": TILE, "STEP": STEP, "DROPPED": dropped(dropout)}
     grid = (len(plan) * heads,)
-    _backward_queries[grid](qkv, out, lse, grad, *tail, **sizes, num_warps=4, num_stages=3)
+    _backward_queries[grid](qkv, out, lse, grad, *tail, **sizes, PEEL=PEEL, num_warps=4, num_stages=3)
     _backward_keys[grid](qkv, lse, grad, *tail, **sizes, num_warps=4, num_stages=1, maxnreg=128)
     return dqkv, sums.sum(0)

@@ -13,8 +13,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from app.train.kernels_eight import as_stored
+
 NORM_PROGRAMS = 16  #: backward programs of a norm, per multiprocessor
 GELU_ROWS = 256  #: rows whose bias gradient one program adds up
+BLOCK = 2048  #: elements of an elementwise program
 
 
 @triton.jit
@@ -109,7 +112,7 @@ def _normalise(
         result = tl.where(keeps(tl.load(seed), row, column, DROPPED), result * keep_scale(DROPPED), 0.0)
     tl.store(y + place, result.to(y.dtype.element_ty), mask=inside)
     if EIGHT:
-        tl.store(y8 + place, result.to(y8.dtype.element_ty), mask=inside)
+        tl.store(y8 + place, as_stored(result, y8), mask=inside)
 
 
 @triton.jit(do_not_specialize=["seed"])
@@ -142,7 +145,7 @@ def _embed_forward(
 def _norm_backward(
     dy, more, z, mean, rstd, weight, dz, dx, dx8, sums, rows, seed,
     SIZE: tl.constexpr, WIDE: tl.constexpr, ROWS: tl.constexpr, BEFORE: tl.constexpr, AFTER: tl.constexpr,
-    MORE: tl.constexpr, EIGHT: tl.constexpr,
+    MORE: tl.constexpr, HALF: tl.constexpr, EIGHT: tl.constexpr,
 ):  # fmt: skip
     """BEFORE and AFTER are the dropout on the norm's input (its branch) and on the norm's result."""
     program = tl.program_id(0)
@@ -174,9 +177,10 @@ def _norm_backward(
         tl.store(dz + place, down.to(dz.dtype.element_ty), mask=inside)
         if BEFORE > 0:
             down = tl.where(keeps(drawn, row, column, BEFORE), down * keep_scale(BEFORE), 0.0)
+        if HALF:
             tl.store(dx + place, down.to(dx.dtype.element_ty), mask=inside)
         if EIGHT:
-            tl.store(dx8 + place, down.to(dx8.dtype.element_ty), mask=inside)
+            tl.store(dx8 + place, as_stored(down, dx8), mask=inside)
         dbranch += tl.where(inside, down, 0.0)
     sums += program * (3 * SIZE) + column
     tl.store(sums, tl.sum(dscale, 0), mask=column < SIZE)
@@ -185,26 +189,16 @@ def _norm_backward(
 
 
 @triton.jit
-def _gelu_forward(u, a, a8, count, BLOCK: tl.constexpr, EIGHT: tl.constexpr):
+def _gelu_forward(u, a, count, BLOCK: tl.constexpr):
     place = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     x = tl.load(u + place, mask=place < count, other=0.0).to(tl.float32)
     below, _ = _normal(x)
-    tl.store(a + place, (x * below).to(a.dtype.element_ty), mask=place < count)
-    if EIGHT:
-        tl.store(a8 + place, (x * below).to(a8.dtype.element_ty), mask=place < count)
-
-
-@triton.jit
-def _eight_bits(x, y, count, scale, BLOCK: tl.constexpr):
-    place = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    value = tl.load(x + place, mask=place < count, other=0.0).to(tl.float32) * scale
-    tl.store(y + place, tl.minimum(tl.maximum(value, -448.0), 448.0).to(y.dtype.element_ty), mask=place < count)
+    tl.store(a + place, as_stored(x * below, a), mask=place < count)
 
 
 @triton.jit
 def _gelu_backward(
-    da, u, du8, sums, rows,
-    SIZE: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, EIGHT: tl.constexpr,
+    da, u, du, sums, rows, SIZE: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr
 ):  # fmt: skip
     column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     total = tl.zeros([ROWS, COLUMNS], tl.float32)
@@ -216,9 +210,7 @@ def _gelu_backward(
         grad = tl.load(da + place, mask=inside, other=0.0).to(tl.float32)
         below, bell = _normal(x)
         grad = grad * (below + x * 0.3989422804014327 * bell)
-        tl.store(da + place, grad.to(da.dtype.element_ty), mask=inside)
-        if EIGHT:
-            tl.store(du8 + place, grad.to(du8.dtype.element_ty), mask=inside)
+        tl.store(du + place, as_stored(grad, du), mask=inside)
         total += grad
     tl.store(sums + tl.program_id(0) * SIZE + column, tl.sum(total, 0), mask=column < SIZE)
 
@@ -232,9 +224,9 @@ def _wide(size: int) -> int:
     return triton.next_power_of_2(size)
 
 
-def _warps(size: int, each: int) -> int:
-    """Warps of a program over a row, so that none has more than ``each`` elements: measured, base and large."""
-    return max(1, min(8, _wide(size) // each))
+def _warps(size: int) -> int:
+    """Warps of a program over a row, 1,024 elements each: measured."""
+    return max(1, min(8, _wide(size) // 1024))
 
 
 def norm(
@@ -253,7 +245,7 @@ def norm(
     _norm_forward[(rows,)](
         x, residual, weight, bias, z, y, y8, mean, rstd, rows, seed, eps,
         SIZE=size, WIDE=_wide(size), ROWS=1, DROPPED=dropped(dropout), SAVE=save, EIGHT=eight,
-        num_warps=_warps(size, 512),
+        num_warps=_warps(size),
     )  # fmt: skip
     return y, y8, z, mean, rstd
 
@@ -272,60 +264,53 @@ def embed(
     _embed_forward[(rows,)](
         ids, positions, ids if types is None else types, *tables, weight, bias, z, y, y8, mean, rstd, rows, seed, eps,
         SIZE=size, WIDE=_wide(size), ROWS=1, DROPPED=dropped(dropout), SAVE=save, TYPED=types is not None, EIGHT=eight,
-        num_warps=_warps(size, 512),
+        num_warps=_warps(size),
     )  # fmt: skip
     return y, y8, z, mean, rstd
 
 
 def norm_backward(
     dy: Tensor, z: Tensor, mean: Tensor, rstd: Tensor, weight: Tensor, before: float, after: float, seed: Tensor,
-    dtype: torch.dtype | None = None, more: Tensor | None = None, eight: bool = False,
+    dtype: torch.dtype | None = None, more: Tensor | None = None, half: bool = True, eight: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """From the gradient ``dy`` (+ ``more``) of the result, that of the sum, and that of the branch under dropout.
 
-    The branch's comes twice: as the others (without dropout the very tensor), and in e5m2 if ``eight``. Then [3, size]
-    float32 sums: the gradients of the norm's weight, its bias, and of a bias added to the branch.
+    The branch's comes as the others if ``half`` (without dropout the very tensor), and in e5m2 if ``eight``. Then
+    [3, size] float32 sums: the gradients of the norm's weight, its bias, and of a bias added to the branch.
     ``before`` and ``after`` are the dropout before the sum and after the norm; at most one is not 0.
     """
     rows, size = dy.shape
+    half = half and before > 0
     dz = torch.empty_like(dy, dtype=dtype or dy.dtype)
-    dx = torch.empty_like(dy) if before else dz
+    dx = torch.empty_like(dy) if half else dz
     dx8 = torch.empty_like(dy, dtype=torch.float8_e5m2) if eight else dx
     cores = torch.cuda.get_device_properties(dy.device).multi_processor_count if dy.is_cuda else 2
     sums = dy.new_empty((min(rows, cores * NORM_PROGRAMS), 3, size), dtype=torch.float32)
     _norm_backward[(len(sums),)](
         dy, dy if more is None else more, z, mean, rstd, weight, dz, dx, dx8, sums, rows, seed,
         SIZE=size, WIDE=_wide(size), ROWS=1, BEFORE=dropped(before), AFTER=dropped(after), MORE=more is not None,
-        EIGHT=eight, num_warps=_warps(size, 1024),
+        HALF=half, EIGHT=eight, num_warps=_warps(size),
     )  # fmt: skip
     return dz, dx, dx8, sums.sum(0)
 
 
-def gelu(u: Tensor, eight: bool = False) -> tuple[Tensor, Tensor]:
-    """The exact GELU, and the same in e4m3 if ``eight``."""
-    a = torch.empty_like(u)
-    a8 = torch.empty_like(u, dtype=torch.float8_e4m3fn) if eight else a
-    _gelu_forward[(triton.cdiv(u.numel(), 2048),)](u, a, a8, u.numel(), BLOCK=2048, EIGHT=eight, num_warps=4)
-    return a, a8
+def gelu(u: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+    """The exact GELU in the type of ``u``, or in e4m3 if that is ``dtype``."""
+    a = torch.empty_like(u, dtype=dtype or u.dtype)
+    _gelu_forward[(triton.cdiv(u.numel(), BLOCK),)](u, a, u.numel(), BLOCK=BLOCK, num_warps=4)
+    return a
 
 
-def gelu_backward_(da: Tensor, u: Tensor, eight: bool = False) -> tuple[Tensor, Tensor]:
-    """Turns the gradient of ``gelu(u)``, [rows, size], into that of u in place.
+def gelu_backward(da: Tensor, u: Tensor, dtype: torch.dtype | None = None) -> tuple[Tensor, Tensor]:
+    """From the gradient of ``gelu(u)``, [rows, size], that of u, and its float32 sum over rows.
 
-    Returns it in e5m2 if ``eight``, and its float32 sum over rows.
+    It is written over ``da``, or, if ``dtype`` is e5m2, into a new tensor of that type.
     """
     rows, size = u.shape
     groups = triton.cdiv(rows, GELU_ROWS)
     sums = u.new_empty((groups, size), dtype=torch.float32)
-    du8 = torch.empty_like(u, dtype=torch.float8_e5m2) if eight else da
+    du = torch.empty_like(u, dtype=dtype) if dtype else da
     _gelu_backward[(groups, triton.cdiv(size, 128))](
-        da, u, du8, sums, rows, SIZE=size, GROUP=GELU_ROWS, ROWS=16, COLUMNS=128, EIGHT=eight, num_warps=4
+        da, u, du, sums, rows, SIZE=size, GROUP=GELU_ROWS, ROWS=8 if dtype else 16, COLUMNS=128, num_warps=4
     )
-    return du8, sums.sum(0)
-
-
-def eight_bits(x: Tensor, scale: float) -> Tensor:
-    """x times ``scale`` in e4m3; what is too large becomes the largest there is."""
-    y = torch.empty_like(x, dtype=torch.float8_e4m3fn)
-    _eight_bits[(triton.cdiv(x.numel(), 2048),)](x, y, x.numel(), scale, BLOCK=2048, num_warps=4)
-    return y
+    return du, sums.sum(0)

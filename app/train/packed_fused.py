@@ -5,11 +5,12 @@ matrix products, bias gradients inside the kernels that have the numbers at hand
 Weights are cast to half precision once a forward pass, queries, keys and values in one matrix. Gradients reach the
 model's own float32 parameters through autograd, so DDP, accumulation, clipping and loss scaling see nothing new.
 
-With ``use_fp8`` five of a layer's twelve products run in 8 bits, those that are large enough to gain: the projection
-to queries, keys and values, both feed-forward products, and the gradients of the inputs of these two. Activations and weights are
-e4m3, gradients e5m2 (Micikevicius et al. 2022, arXiv 2209.05433), with fixed scales: activations behind a norm need
-none, and e5m2 has the range of fp16, in which the trainer's loss scale already keeps gradients. So fp8 has no state.
-Weight gradients, the vocabulary head, norms and attention stay in fp16.
+With ``use_fp8`` eleven of a layer's twelve products run in 8 bits, all but the weight gradient of attention's output, which
+is too small to gain. Activations and weights are e4m3, gradients e5m2 (Micikevicius et al. 2022, arXiv 2209.05433), with
+fixed scales: activations behind a norm need none, and e5m2 has the range of fp16, in which the trainer's loss scale
+already keeps gradients. So fp8 has no state. Hopper's faster sums of fewer bits serve where the sum is over a layer's
+width; over the tokens of a row they would err by 0.6 % (65,280 tokens, H200), so weight gradients are summed in float32.
+The vocabulary head, norms and attention stay in fp16.
 """
 
 from __future__ import annotations
@@ -25,6 +26,8 @@ from app.errors import WRONG_MACHINE, Fault
 from app.train.packed_attention import HALF
 
 WEIGHT_SCALE = 64.0  #: of weights in e4m3: those of 0.02 become 1.3, the largest that fits is 7
+#: None in torch 1.13, which has no 8-bit types
+E4M3, E5M2 = getattr(torch, "float8_e4m3fn", None), getattr(torch, "float8_e5m2", None)
 VOCABULARY_STEP = 64  #: the head's half-precision copy is padded to a multiple of this many rows: aligned loads
 
 
@@ -88,7 +91,7 @@ class _Run(NamedTuple):
 
 
 class _Weights(NamedTuple):
-    """A layer's matrices and their biases in half precision."""
+    """A layer's matrices, in half precision or times ``WEIGHT_SCALE`` in e4m3, and their biases in half precision."""
 
     qkv: Tensor
     attended: Tensor
@@ -98,7 +101,6 @@ class _Weights(NamedTuple):
     attended_bias: Tensor
     up_bias: Tensor
     down_bias: Tensor
-    eight: tuple[Tensor, Tensor, Tensor] | None = None  #: qkv, up and down in e4m3, times WEIGHT_SCALE
 
 
 def draw_seeds(bert: Any) -> Tensor:
@@ -111,7 +113,7 @@ def draw_seeds(bert: Any) -> Tensor:
 
 
 def _half_weights(layers: Any, dtype: torch.dtype, fp8: bool) -> list[_Weights]:
-    """Half-precision copies of all layers' matrices, in one allocation, and with ``fp8`` 8-bit ones in another."""
+    """Copies of all layers' matrices in one allocation, in half precision, or with ``fp8`` in another in 8 bits."""
     from_, into, made = [], [], []
     sizes = []
     for layer in layers:
@@ -131,36 +133,57 @@ def _half_weights(layers: Any, dtype: torch.dtype, fp8: bool) -> list[_Weights]:
                 into.append(flat[at : at + tensor.numel()].view(tensor.shape))
                 at += tensor.numel()
             views.append(flat[begin:at].view(-1, *group[0].shape[1:]))
-        made.append(_Weights._make([*views, None]))
+        made.append(_Weights._make(views))
     with torch.no_grad():
         torch._foreach_copy_(into, from_)
     if not fp8:
         return made
-    from app.train import kernels_rows
+    from app.train import kernels_eight
 
-    flat8 = kernels_rows.eight_bits(flat, WEIGHT_SCALE)
+    flat8 = kernels_eight.eight_bits(flat, WEIGHT_SCALE)
 
     def same_place(weight: Tensor) -> Tensor:
         begin = weight.storage_offset()
         return flat8[begin : begin + weight.numel()].view(weight.shape)
 
-    return [w._replace(eight=(same_place(w.qkv), same_place(w.up), same_place(w.down))) for w in made]
+    return [_Weights._make([*map(same_place, w[:4]), *w[4:]]) for w in made]
 
 
 @functools.cache
-def _scales(device: torch.device) -> tuple[Tensor, Tensor]:
-    """The scales of activations or gradients, and of weights, that a product in 8 bits undoes."""
-    return torch.ones((), device=device), torch.full((), 1 / WEIGHT_SCALE, device=device)
+def _scale(device: torch.device, value: float) -> Tensor:
+    """A scale as products in 8 bits take it."""
+    return torch.full((), value, device=device)
 
 
-def _product8(x: Tensor, weight: Tensor, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
-    """x weight^T + bias of 8-bit matrices."""
-    one, undo = _scales(x.device)
-    return torch._scaled_mm(x, weight.t(), scale_a=one, scale_b=undo, bias=bias, out_dtype=dtype, use_fast_accum=True)
+def _product8(x: Tensor, y: Tensor, scale: float, dtype: torch.dtype, bias: Tensor | None = None) -> Tensor:
+    """x y^T, times ``scale``, + bias, of 8-bit matrices."""
+    scales = {"scale_a": _scale(x.device, 1.0), "scale_b": _scale(x.device, scale)}
+    fast = dtype != torch.float32
+    return torch._scaled_mm(x, y.t(), bias=bias, out_dtype=dtype, use_fast_accum=fast, **scales)
+
+
+def _linear(x: Tensor, weight: Tensor, bias: Tensor, scale: float = 1.0) -> Tensor:
+    """x weight^T + bias in half precision; in 8 bits x may have a ``scale`` to undo."""
+    if weight.dtype == E4M3:
+        return _product8(x, weight, 1 / (WEIGHT_SCALE * scale), bias.dtype, bias)
+    return torch.addmm(bias, x, weight.t())
+
+
+def _input_gradient(dy: Tensor, weight: Tensor, dtype: torch.dtype) -> Tensor:
+    """dy weight in half precision."""
+    from app.train import kernels_eight
+
+    if weight.dtype == E4M3:
+        return _product8(dy, kernels_eight.turned(weight), 1 / WEIGHT_SCALE, dtype)
+    return dy @ weight
 
 
 def _weight_gradient(dy: Tensor, x: Tensor) -> Tensor:
     """dy^T x, in float32 as it is accumulated where torch can (2.8, on a GPU): no rounding, no cast."""
+    from app.train import kernels_eight
+
+    if dy.dtype == E5M2:
+        return _product8(kernels_eight.turned(dy), kernels_eight.turned(x), 1.0, torch.float32)
     if dy.is_cuda and hasattr(torch.ops.aten.mm, "dtype"):
         return torch.mm(dy.t(), x, out_dtype=torch.float32)
     return dy.t() @ x
@@ -172,78 +195,101 @@ def _layer_forward(
     """The layer's result, the same in 8 bits if ``run.fp8``, and what its backward pass needs."""
     from app.train import kernels_attention, kernels_rows
 
-    def linear(x: Tensor, x8: Tensor, weight: Tensor, bias: Tensor, place: int) -> Tensor:
-        return torch.addmm(bias, x, weight.t()) if w.eight is None else _product8(x8, w.eight[place], bias, x.dtype)
+    def chosen(half: Tensor, eight: Tensor) -> Tensor:
+        return eight if run.fp8 else half
 
-    qkv = linear(h, h8, w.qkv, w.qkv_bias, 0).view(len(h), 3, run.heads, -1)
-    context, lse = kernels_attention.attend(qkv, run.plan, run.attention_dropout, run.seeds[0], run.save)
-    x = torch.addmm(w.attended_bias, context, w.attended.t())
+    source = chosen(h, h8)
+    qkv = _linear(source, w.qkv, w.qkv_bias).view(len(h), 3, run.heads, -1)
+    context, context8, lse = kernels_attention.attend(
+        qkv, run.plan, run.attention_dropout, run.seeds[0], run.save, run.fp8
+    )
+    x = _linear(chosen(context, context8), w.attended, w.attended_bias, kernels_attention.CONTEXT_SCALE.value)
     y, y8, z1, mean1, rstd1 = kernels_rows.norm(
         x, h, norms[0], norms[1], run.eps, run.dropout, run.seeds[1], run.save, run.fp8
     )
-    u = linear(y, y8, w.up, w.up_bias, 1)
-    a, a8 = kernels_rows.gelu(u, run.fp8)
-    x = linear(a, a8, w.down, w.down_bias, 2)
+    middle = chosen(y, y8)
+    u = _linear(middle, w.up, w.up_bias)
+    a = kernels_rows.gelu(u, E4M3 if run.fp8 else None)
+    x = _linear(a, w.down, w.down_bias)
     result, result8, z2, mean2, rstd2 = kernels_rows.norm(
         x, y, norms[2], norms[3], run.eps, run.dropout, run.seeds[2], run.save, run.fp8
     )
-    return result, result8, (h, qkv, context, lse, z1, mean1, rstd1, y, u, a, z2, mean2, rstd2)
+    return result, result8, (source, qkv, context, lse, z1, mean1, rstd1, middle, u, a, z2, mean2, rstd2)
 
 
 class _Layer(torch.autograd.Function):
-    """One encoder layer. The 16 parameters are in the order of ``_parameters``."""
+    """One encoder layer. The 16 parameters are in the order of ``_parameters``.
+
+    A product in 8 bits cannot add to what is there. So the gradient of ``h`` has two summands, which the kernel that
+    reads them adds up: ``twin`` has no values, only the gradient that is to be added to that of ``h``.
+    """
 
     @staticmethod
-    def forward(ctx: Any, h: Tensor, h8: Tensor, w: _Weights, run: _Run, *parameters: Tensor) -> tuple[Tensor, Tensor]:
+    def forward(
+        ctx: Any, h: Tensor, twin: Tensor, h8: Tensor, w: _Weights, run: _Run, *parameters: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
         norms = (*parameters[8:10], *parameters[14:16])
         result, result8, saved = _layer_forward(h, h8, w, norms, run)
-        eight = () if w.eight is None else w.eight[1:]
-        ctx.save_for_backward(*saved, norms[0], norms[2], w.qkv, w.attended, w.up, w.down, *eight)
+        ctx.save_for_backward(*saved, norms[0], norms[2], w.qkv, w.attended, w.up, w.down)
         ctx.run = run
         ctx.types = [p.dtype for p in parameters]
-        if not run.fp8:
-            result8 = result.new_empty(0)
-        ctx.mark_non_differentiable(result8)
-        ctx.set_materialize_grads(False)  # nothing asks for the gradient of the 8-bit copy
-        return result, result8
+        return _with_copies(ctx, result, result8, run.fp8)
 
     @staticmethod
     @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, dresult: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+    def backward(ctx: Any, dresult: Tensor, dtwin: Tensor | None, _: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
         from app.train import kernels_attention, kernels_rows
 
         run, saved = ctx.run, ctx.saved_tensors
-        (h, qkv, context, lse, z1, mean1, rstd1, y, u, a, z2, mean2, rstd2) = saved[:13]
-        g1, g2, wqkv, wattended, wup, wdown, *eight = saved[13:]
+        (source, qkv, context, lse, z1, mean1, rstd1, middle, u, a, z2, mean2, rstd2) = saved[:13]
+        g1, g2, wqkv, wattended, wup, wdown = saved[13:]
+        fp8, half = run.fp8, dresult.dtype
         dy, dx, dx8, sums2 = kernels_rows.norm_backward(
-            dresult.contiguous(), z2, mean2, rstd2, g2, run.dropout, 0.0, run.seeds[2], eight=run.fp8
+            dresult.contiguous(), z2, mean2, rstd2, g2, run.dropout, 0.0, run.seeds[2], more=dtwin, half=not fp8, eight=fp8
         )
+        dx = dx8 if fp8 else dx
         dwdown = _weight_gradient(dx, a)
-        da = _product8(dx8, eight[1].t().contiguous(), None, dx.dtype) if run.fp8 else dx @ wdown
-        du8, dup = kernels_rows.gelu_backward_(da, u, run.fp8)
-        dwup = _weight_gradient(da, y)
+        du, dup = kernels_rows.gelu_backward(_input_gradient(dx, wdown, half), u, E5M2 if fp8 else None)
+        dwup = _weight_gradient(du, middle)
         more = None
-        if run.fp8:
-            more = _product8(du8, eight[0].t().contiguous(), None, dx.dtype)
+        if fp8:
+            more = _input_gradient(du, wup, half)
         else:  # without dropout dx is dy; it has been used
-            dy.addmm_(da, wup)
-        dh, dx, _, sums1 = kernels_rows.norm_backward(
-            dy, z1, mean1, rstd1, g1, run.dropout, 0.0, run.seeds[1], more=more
+            dy.addmm_(du, wup)
+        dh, dx, dx8, sums1 = kernels_rows.norm_backward(
+            dy, z1, mean1, rstd1, g1, run.dropout, 0.0, run.seeds[1], more=more, eight=fp8
         )
         dwattended = _weight_gradient(dx, context)
         dqkv, dbqkv = kernels_attention.attend_backward(
-            dx @ wattended, qkv, context, lse, run.plan, run.attention_dropout, run.seeds[0]
-        )
+            _input_gradient(dx8 if fp8 else dx, wattended, half),
+            qkv, context, lse, run.plan, run.attention_dropout, run.seeds[0], fp8,
+        )  # fmt: skip
         dqkv = dqkv.flatten(1)
-        dwqkv = _weight_gradient(dqkv, h)
-        dh.addmm_(dqkv, wqkv)
+        dwqkv = _weight_gradient(dqkv, source)
+        dtwin = None
+        if fp8:
+            dtwin = _input_gradient(dqkv, wqkv, half)
+            if not ctx.needs_input_grad[1]:
+                dh += dtwin
+        else:
+            dh.addmm_(dqkv, wqkv)
         weights, biases = dwqkv.chunk(3), dbqkv.chunk(3)
         grads = [
             *(part for pair in zip(weights, biases, strict=True) for part in pair),
             dwattended, sums1[2], sums1[0], sums1[1],
             dwup, dup, dwdown, sums2[2], sums2[0], sums2[1],
         ]  # fmt: skip
-        return dh, None, None, None, *(g.to(t) for g, t in zip(grads, ctx.types, strict=True))
+        return dh, dtwin, None, None, None, *(g.to(t) for g, t in zip(grads, ctx.types, strict=True))
+
+
+def _with_copies(ctx: Any, result: Tensor, result8: Tensor, fp8: bool) -> tuple[Tensor, Tensor, Tensor]:
+    """What a layer or the embeddings hand on: the result, with fp8 its ``twin`` and its 8-bit copy, else two empty ones."""
+    twin = result.new_empty(()).expand_as(result) if fp8 else result.new_empty(0)
+    if not fp8:
+        result8 = result.new_empty(0)
+    ctx.mark_non_differentiable(result8)
+    ctx.set_materialize_grads(False)  # nothing asks for the gradient of the 8-bit copy, and not always of the twin
+    return result, twin, result8
 
 
 def _parameters(layer: Any) -> list[Tensor]:
@@ -262,7 +308,7 @@ class _Embed(torch.autograd.Function):
     def forward(
         ctx: Any, rows: tuple[Tensor, Tensor, Tensor | None], options: tuple[float, float, Tensor, torch.dtype, int, bool],
         words: Tensor, positions: Tensor, types: Tensor, weight: Tensor, bias: Tensor,
-    ) -> tuple[Tensor, Tensor]:  # fmt: skip
+    ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
         from app.train import kernels_rows
 
         eps, dropout, seed, dtype, padding, fp8 = options
@@ -271,21 +317,17 @@ class _Embed(torch.autograd.Function):
         )
         ctx.save_for_backward(z, mean, rstd, weight, *rows)
         ctx.options = (dropout, seed, padding, len(words), len(positions), len(types), words.dtype, weight.dtype)
-        if not fp8:
-            y8 = y.new_empty(0)
-        ctx.mark_non_differentiable(y8)
-        ctx.set_materialize_grads(False)
-        return y, y8
+        return _with_copies(ctx, y, y8, fp8)
 
     @staticmethod
     @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, dy: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+    def backward(ctx: Any, dy: Tensor, dtwin: Tensor | None, _: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
         from app.train import kernels_rows
 
         z, mean, rstd, weight, ids, positions, types = ctx.saved_tensors
         dropout, seed, padding, words, places, kinds, dtype, norm_type = ctx.options
         dz, _, _, sums = kernels_rows.norm_backward(
-            dy.contiguous(), z, mean, rstd, weight, 0.0, dropout, seed, torch.float32
+            dy.contiguous(), z, mean, rstd, weight, 0.0, dropout, seed, torch.float32, more=dtwin
         )
         table = torch.ops.aten.embedding_dense_backward
         dwords = table(dz, ids, words, padding, False).to(dtype)
@@ -320,24 +362,24 @@ def encode(bert: Any, batch: Any) -> Tensor:
     fp8 = dtype == torch.float16 and getattr(bert, "_packed_fp8", False)
     if save:
         options = (config.layer_norm_eps, dropout, seeds[-1, 0], dtype, padding, fp8)
-        hidden, hidden8 = _Embed.apply(rows, options, *tables, *norm)
+        hidden, twin, hidden8 = _Embed.apply(rows, options, *tables, *norm)
     else:
         hidden, hidden8, *_ = kernels_rows.embed(
             *rows, tables, *norm, config.layer_norm_eps, dropout, seeds[-1, 0], False, dtype, fp8
         )
     plan = kernels_attention.tiles(batch.cu_seqlens, len(batch.input_ids))
     weights = _half_weights(bert.encoder.layer, dtype, fp8)
-    for place, (layer, half, own) in enumerate(zip(bert.encoder.layer, weights, seeds, strict=False)):
+    for place, (layer, own_weights, own_seeds) in enumerate(zip(bert.encoder.layer, weights, seeds, strict=False)):
         if batch.cuts is not None and place in batch.cuts:
-            below, hidden = hidden, hidden.detach().requires_grad_()
+            below, hidden, twin = hidden, hidden.detach().requires_grad_(), twin.detach()
             batch.cuts[place] = below, hidden
-        run = _Run(plan, config.num_attention_heads, config.layer_norm_eps, dropout, attention, own, save, fp8)
+        run = _Run(plan, config.num_attention_heads, config.layer_norm_eps, dropout, attention, own_seeds, save, fp8)
         parameters = _parameters(layer)
         if save:
-            hidden, hidden8 = _Layer.apply(hidden, hidden8, half, run, *parameters)
+            hidden, twin, hidden8 = _Layer.apply(hidden, twin, hidden8, own_weights, run, *parameters)
         else:
             norms = (*parameters[8:10], *parameters[14:16])
-            hidden, hidden8, _ = _layer_forward(hidden, hidden8, half, norms, run)
+            hidden, hidden8, _ = _layer_forward(hidden, hidden8, own_weights, norms, run)
     return hidden
 
 

@@ -8,6 +8,7 @@ one-element arrays into loop bounds, NumPy before 2.4. Where there is neither th
 from __future__ import annotations
 
 import os
+from dataclasses import replace
 from importlib import metadata
 
 import pytest
@@ -31,7 +32,7 @@ import triton.language as tl  # noqa: E402
 from test_packed import gradients, pack, small  # noqa: E402
 
 from app.errors import Fault  # noqa: E402
-from app.train import kernels_attention, kernels_entropy, kernels_rows, packed, packed_fused  # noqa: E402
+from app.train import kernels_attention, kernels_eight, kernels_entropy, kernels_rows, packed, packed_fused  # noqa: E402
 
 DEVICE = "cuda" if GPU else "cpu"
 #: a whole model takes a minute in the interpreter
@@ -39,6 +40,9 @@ long_without_gpu = pytest.mark.skipif(False, reason="") if GPU else pytest.mark.
 DTYPES = [torch.float16, torch.bfloat16] if GPU else [torch.float32]
 LENGTHS = [1, 5, 64, 65, 70, 9]
 TOKENS = 230
+#: Relative error by norm of rounding to 8 bits, on a GPU: half a step of 1/8 or 1/4, evenly spread, and some for what is
+#: tiny. The interpreter of Triton 3.6 makes 4 of 7.9, because it drops what is carried into the exponent.
+EIGHT = {torch.float8_e4m3fn: 0.032 if GPU else 0.1, torch.float8_e5m2: 0.064 if GPU else 0.2}
 SCALE = 4096.0  #: of the loss, as float16 training has it, or small gradients vanish
 
 
@@ -83,7 +87,7 @@ def test_attention(dtype: torch.dtype, dropout: float) -> None:
     grad = torch.randn(TOKENS, heads * width, device=DEVICE, dtype=dtype)
     cu_seqlens = starts(LENGTHS)
     plan = kernels_attention.tiles(cu_seqlens, TOKENS)
-    out, lse = kernels_attention.attend(qkv, plan, dropout, seed, True)
+    out, _, lse = kernels_attention.attend(qkv, plan, dropout, seed, True)
     dqkv, sums = kernels_attention.attend_backward(grad, qkv, out, lse, plan, dropout, seed)
     exact = qkv.double().requires_grad_()
     parts = []
@@ -100,6 +104,12 @@ def test_attention(dtype: torch.dtype, dropout: float) -> None:
     assert off(dqkv, exact.grad) < close(dtype)
     assert off(sums[2 * heads * width :], exact.grad[:, 2].flatten(1).sum(0)) < close(dtype)
     assert off(sums[: heads * width], exact.grad[:, 0].flatten(1).sum(0)) < close(dtype)
+    again, out8, _ = kernels_attention.attend(qkv, plan, dropout, seed, True, True)
+    assert torch.equal(again, out)
+    assert off(out8.float() / kernels_attention.CONTEXT_SCALE.value, want) < EIGHT[out8.dtype]
+    dqkv8, sums8 = kernels_attention.attend_backward(grad, qkv, out, lse, plan, dropout, seed, True)
+    assert torch.equal(sums8, sums)
+    assert off(dqkv8.float(), exact.grad) < EIGHT[dqkv8.dtype]
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -120,6 +130,14 @@ def test_norm(dtype: torch.dtype, dropout: float) -> None:
     want.backward(dy.double())
     for got, expected in zip((y, dx, dz, *sums), (want, *(t.grad for t in exact)), strict=True):
         assert off(got, expected) < close(dtype)
+    again, y8, *_ = kernels_rows.norm(x, residual, weight, bias, 1e-12, dropout, seed, True, True)
+    assert torch.equal(again, y)
+    assert off(y8.float(), want) < EIGHT[y8.dtype]
+    _, _, dx8, sums8 = kernels_rows.norm_backward(
+        dy / 2, z, mean, rstd, weight, dropout, 0.0, seed, more=dy / 2, half=False, eight=True
+    )
+    assert off(dx8.float(), exact[0].grad) < EIGHT[dx8.dtype]
+    assert off(sums8, sums) < close(dtype)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -129,11 +147,30 @@ def test_gelu(dtype: torch.dtype) -> None:
     exact = u.double().requires_grad_()
     want = torch.nn.functional.gelu(exact)
     want.backward(da.double())
-    assert off(kernels_rows.gelu(u)[0], want) < close(dtype)
-    got = da.clone()
-    _, sums = kernels_rows.gelu_backward_(got, u)
+    assert off(kernels_rows.gelu(u), want) < close(dtype)
+    assert off(kernels_rows.gelu(u, torch.float8_e4m3fn).float(), want) < EIGHT[torch.float8_e4m3fn]
+    du8, sums8 = kernels_rows.gelu_backward(da, u, torch.float8_e5m2)
+    assert off(du8.float(), exact.grad) < EIGHT[du8.dtype]
+    got, sums = kernels_rows.gelu_backward(da.clone(), u)
     assert off(got, exact.grad) < close(dtype)
     assert off(sums, exact.grad.sum(0)) < close(dtype)
+    assert off(sums8, sums) < 1e-5
+
+
+def test_copies_in_eight_bits() -> None:
+    """Weights are held at the largest value, gradients that do not fit are not numbers; a turned matrix is filled up with zeros."""
+    x = torch.tensor([[1.0, -0.3, 0.0], [7.0, 8.0, -1e4]], device=DEVICE)
+    assert kernels_eight.eight_bits(x, 64.0).tolist() == [[64.0, -20.0, 0.0], [448.0, 448.0, -448.0]]
+    da = torch.tensor([[60000.0, 57344.0, -1e5, 2.0]], device=DEVICE)
+    du8, sums = kernels_rows.gelu_backward(da, torch.full_like(da, 20.0), torch.float8_e5m2)
+    assert du8[0].isnan().tolist() == [True, False, True, False]
+    assert du8[0, 1::2].tolist() == [57344.0, 2.0]
+    assert sums.tolist() == [60000.0, 57344.0, -1e5, 2.0]
+    matrix = torch.randn(197, 144, device=DEVICE).to(torch.float8_e5m2)
+    turned = kernels_eight.turned(matrix)
+    assert turned.shape == (144, 208)
+    assert torch.equal(turned[:, :197].float(), matrix.float().t())
+    assert (turned[:, 197:].float() == 0).all()
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -245,25 +282,40 @@ def test_chosen_on_a_gpu() -> None:
 
 
 @pytest.mark.skipif(
-    not GPU or torch.cuda.get_device_capability() < (8, 9),
+    GPU and torch.cuda.get_device_capability() < (8, 9),
     reason="needs a GPU of compute capability 8.9: 8-bit products",
 )
-def test_fp8_gradients_point_the_same_way() -> None:
+@long_without_gpu
+@pytest.mark.parametrize("cut", [False, True])
+def test_fp8_gradients_point_the_same_way(cut: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With and without a cut between the layers, where gradients are handed on from one recording to the next."""
     model = small("mlm", torch.float32, sizes=(128, 256)).to(DEVICE)
-    batch = pack("mlm", [20, 24, 9, 24, 24, 11], 128).to(DEVICE)
+    batch = pack("mlm", [20, 24, 9, 24, 24, 11], 120).to(DEVICE)  # not a multiple of 16
+    monkeypatch.setattr(packed_fused, "half_type", lambda _: torch.float16)
+    monkeypatch.setattr(packed_fused, "usable", lambda _: True)
     found = []
     for on in (False, True):
-        packed.use_fp8(model, on)
-        with torch.autocast("cuda", torch.float16):
-            loss = packed.loss(model, batch)
-        found.append((loss.item(), gradients(model, loss * SCALE)))
+        model.bert._packed_fp8 = on
+        cuts = {1: None} if cut else None
+        with torch.autocast(DEVICE, torch.float16):
+            loss = packed.loss(model, replace(batch, cuts=cuts))
+        got = gradients(model, loss * SCALE)
+        if cuts:
+            below, above = cuts[1]
+            parameters = dict(model.named_parameters())
+            lower = {n: p for n, p in parameters.items() if "embeddings" in n or "layer.0" in n}
+            rest = torch.autograd.grad(below, list(lower.values()), above.grad)
+            for (name, _), grad in zip(lower.items(), rest, strict=True):
+                got[name] = got.get(name, 0) + grad
+        found.append((loss.item(), got))
     (loss, want), (loss8, got) = found
     assert loss8 != loss
     assert loss8 == pytest.approx(loss, rel=0.02)
+    assert want.keys() == got.keys() == {name for name, p in model.named_parameters() if p.requires_grad}
     for name, value in want.items():
-        if value.ndim == 2 and "query" not in name and "key" not in name:
+        if "key.bias" not in name:  # its true gradient is 0
             cosine = (value * got[name]).sum() / (value.norm() * got[name].norm())
-            assert cosine > 0.97, (name, float(cosine))
+            assert cosine > (0.9 if "query" in name or "key" in name else 0.97), (name, float(cosine))
 
 
 @pytest.mark.skipif(GPU, reason="needs a machine without a GPU: this is the refusal there")
