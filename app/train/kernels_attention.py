@@ -13,13 +13,15 @@ Mathematics: FlashAttention-2 (Dao 2023, arXiv 2307.08691), algorithms 1 and 2.
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from app.train.kernels_dropout import dropped, factor_of, keep_scale, keeps, keeps_across, numbers
 from app.train.kernels_eight import as_stored
-from app.train.kernels_rows import dropped, keep_scale, keeps, keeps_across
 
 LOG2E = 1.4426950408889634
 TILE = 64  #: rows of a program
@@ -28,8 +30,15 @@ PEEL = True
 CONTEXT_SCALE = tl.constexpr(8.0)  #: of 8-bit results: means of values are small, up to 56 fits
 
 
-def tiles(cu_seqlens: Tensor, tokens: int) -> Tensor:
-    """Which rows each program works on: [programs a head, 3] int32 of first token, length, first row in the sequence.
+class Plan(NamedTuple):
+    """What all layers' attention over a packed row needs."""
+
+    tiles: Tensor  #: [programs a head, 3] int32: first token, length, first row in the sequence
+    numbers: Tensor  #: [T] int32 of columns, for dropout
+
+
+def plan(cu_seqlens: Tensor, tokens: int) -> Plan:
+    """Which rows each program works on.
 
     Worked out on the device, without waiting for it. The longest sequences come first, so that the last programs to
     start are short; empty ones come last.
@@ -40,12 +49,13 @@ def tiles(cu_seqlens: Tensor, tokens: int) -> Tensor:
     tile = torch.arange(tokens // TILE + len(lengths), device=cu_seqlens.device)
     sequence = torch.searchsorted(ends, tile, right=True).clamp_(max=len(lengths) - 1)
     first = (tile - (ends - counts)[sequence]) * TILE
-    return torch.stack((cu_seqlens[:-1][order][sequence], lengths[sequence], first), 1).int()
+    made = torch.stack((cu_seqlens[:-1][order][sequence], lengths[sequence], first), 1).int()
+    return Plan(made, numbers(tokens, cu_seqlens.device))
 
 
 @triton.jit
 def _attend_step(
-    query, keys, values, column, there, top, total, mixed, drawn, line, scale,
+    query, keys, values, number, there, top, total, mixed, factor, scale, zero,
     DROPPED: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
     """One turn of the forward pass over some keys; only the last has any that are not there."""
@@ -62,14 +72,14 @@ def _attend_step(
     shrink = tl.exp2(top - higher)
     total = total * shrink + tl.sum(weight, 1)
     if DROPPED > 0:
-        weight = tl.where(keeps(drawn, line, column, DROPPED), weight, 0.0)
+        weight = tl.where(keeps(factor, tl.load(number).to(tl.uint32, bitcast=True), DROPPED), weight, zero)
     mixed = mixed * shrink[:, None] + tl.dot(weight.to(value.dtype), value)
     return higher, total, mixed
 
 
 @triton.jit(do_not_specialize=["seed"])
 def _forward(
-    qkv, out, out8, lse, plan, seed, tokens, scale,
+    qkv, out, out8, lse, plan, number, seed, tokens, scale, zero,
     HEADS: tl.constexpr, WIDTH: tl.constexpr, TILE: tl.constexpr, STEP: tl.constexpr, DROPPED: tl.constexpr,
     SAVE: tl.constexpr, EIGHT: tl.constexpr, PEEL: tl.constexpr,
 ):  # fmt: skip
@@ -78,13 +88,12 @@ def _forward(
     start, length, first = tl.load(plan), tl.load(plan + 1), tl.load(plan + 2)
     if first >= length:
         return
-    drawn = tl.load(seed)
     width = tl.arange(0, WIDTH)
     row = first + tl.arange(0, TILE)
     qkv += start.to(tl.int64) * (3 * HEADS * WIDTH) + head * WIDTH
     spot = row[:, None] * (3 * HEADS * WIDTH) + width[None, :]
     query = tl.load(qkv + spot, mask=row[:, None] < length, other=0.0)
-    line = (start + row) * HEADS + head
+    factor = factor_of(tl.load(seed), (start + row) * HEADS + head)
     top = tl.full([TILE], float("-inf"), tl.float32)
     total = tl.zeros([TILE], tl.float32)
     mixed = tl.zeros([TILE, WIDTH], tl.float32)
@@ -93,14 +102,14 @@ def _forward(
         column = step + tl.arange(0, STEP)
         keys = qkv + HEADS * WIDTH + column[:, None] * (3 * HEADS * WIDTH) + width[None, :]
         top, total, mixed = _attend_step(
-            query, keys, keys + HEADS * WIDTH, column, column < length, top, total, mixed, drawn, line, scale,
+            query, keys, keys + HEADS * WIDTH, number + column, column < length, top, total, mixed, factor, scale, zero,
             DROPPED, False,
         )  # fmt: skip
     for step in range(whole, length, STEP):
         column = step + tl.arange(0, STEP)
         keys = qkv + HEADS * WIDTH + column[:, None] * (3 * HEADS * WIDTH) + width[None, :]
         top, total, mixed = _attend_step(
-            query, keys, keys + HEADS * WIDTH, column, column < length, top, total, mixed, drawn, line, scale,
+            query, keys, keys + HEADS * WIDTH, number + column, column < length, top, total, mixed, factor, scale, zero,
             DROPPED, True,
         )  # fmt: skip
     mixed = mixed * (keep_scale(DROPPED) / total)[:, None]
@@ -114,7 +123,7 @@ def _forward(
 
 @triton.jit
 def _queries_step(
-    query, dout, keys, values, column, there, level, drift, dquery, drawn, line, scale,
+    query, dout, keys, values, number, there, level, drift, dquery, factor, scale, zero,
     DROPPED: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
     """One turn of the backward pass of queries over some keys."""
@@ -128,14 +137,14 @@ def _queries_step(
         weight = tl.where(there[None, :], weight, 0.0)
     dweight = tl.dot(dout, tl.trans(value))
     if DROPPED > 0:
-        dweight = tl.where(keeps(drawn, line, column, DROPPED), dweight, 0.0)
+        dweight = tl.where(keeps(factor, tl.load(number).to(tl.uint32, bitcast=True), DROPPED), dweight, zero)
     dscore = weight * (dweight * keep_scale(DROPPED) - drift[:, None])
     return dquery + tl.dot(dscore.to(key.dtype), key)
 
 
 @triton.jit(do_not_specialize=["seed"])
 def _backward_queries(
-    qkv, out, lse, grad, dqkv, delta, sums, plan, seed, tokens, scale, slope,
+    qkv, out, lse, grad, dqkv, delta, factors, sums, plan, number, seed, tokens, scale, slope, zero,
     HEADS: tl.constexpr, WIDTH: tl.constexpr, TILE: tl.constexpr, STEP: tl.constexpr, DROPPED: tl.constexpr,
     PEEL: tl.constexpr,
 ):  # fmt: skip
@@ -147,35 +156,36 @@ def _backward_queries(
     if first >= length:
         tl.store(sums, tl.zeros([WIDTH], tl.float32))
         return
-    drawn = tl.load(seed)
     row = first + tl.arange(0, TILE)
     inside = row < length
     qkv += start.to(tl.int64) * (3 * HEADS * WIDTH) + head * WIDTH
     spot = row[:, None] * (3 * HEADS * WIDTH) + width[None, :]
     flat = (start + row).to(tl.int64)[:, None] * (HEADS * WIDTH) + head * WIDTH + width[None, :]
     place = head.to(tl.int64) * tokens + start + row
-    line = (start + row) * HEADS + head
+    factor = factor_of(tl.load(seed), (start + row) * HEADS + head)
     query = tl.load(qkv + spot, mask=inside[:, None], other=0.0)
     dout = tl.load(grad + flat, mask=inside[:, None], other=0.0)
     mixed = tl.load(out + flat, mask=inside[:, None], other=0.0)
     level = tl.load(lse + place, mask=inside, other=0.0)
     drift = tl.sum(dout.to(tl.float32) * mixed.to(tl.float32), 1)
     tl.store(delta + place, drift, mask=inside)
+    if DROPPED > 0:
+        tl.store(factors + place, factor.to(tl.int32, bitcast=True), mask=inside)
     dquery = tl.zeros([TILE, WIDTH], tl.float32)
     whole = length // STEP * STEP if PEEL else 0
     for step in range(0, whole, STEP):
         column = step + tl.arange(0, STEP)
         keys = qkv + HEADS * WIDTH + column[:, None] * (3 * HEADS * WIDTH) + width[None, :]
         dquery = _queries_step(
-            query, dout, keys, keys + HEADS * WIDTH, column, column < length, level, drift, dquery, drawn, line, scale,
-            DROPPED, False,
+            query, dout, keys, keys + HEADS * WIDTH, number + column, column < length, level, drift, dquery, factor, scale,
+            zero, DROPPED, False,
         )  # fmt: skip
     for step in range(whole, length, STEP):
         column = step + tl.arange(0, STEP)
         keys = qkv + HEADS * WIDTH + column[:, None] * (3 * HEADS * WIDTH) + width[None, :]
         dquery = _queries_step(
-            query, dout, keys, keys + HEADS * WIDTH, column, column < length, level, drift, dquery, drawn, line, scale,
-            DROPPED, True,
+            query, dout, keys, keys + HEADS * WIDTH, number + column, column < length, level, drift, dquery, factor, scale,
+            zero, DROPPED, True,
         )  # fmt: skip
     dquery *= slope
     dqkv += start.to(tl.int64) * (3 * HEADS * WIDTH) + head * WIDTH
@@ -185,7 +195,7 @@ def _backward_queries(
 
 @triton.jit(do_not_specialize=["seed"])
 def _backward_keys(
-    qkv, lse, grad, dqkv, delta, sums, plan, seed, tokens, scale, slope,
+    qkv, lse, grad, dqkv, delta, factors, sums, plan, number, seed, tokens, scale, slope, zero,
     HEADS: tl.constexpr, WIDTH: tl.constexpr, TILE: tl.constexpr, STEP: tl.constexpr, DROPPED: tl.constexpr,
 ):  # fmt: skip
     head = tl.program_id(0) % HEADS
@@ -197,13 +207,14 @@ def _backward_keys(
         tl.store(sums + HEADS * WIDTH, tl.zeros([WIDTH], tl.float32))
         tl.store(sums + 2 * HEADS * WIDTH, tl.zeros([WIDTH], tl.float32))
         return
-    drawn = tl.load(seed)
     column = first + tl.arange(0, TILE)
     there = column < length
     qkv += start.to(tl.int64) * (3 * HEADS * WIDTH) + head * WIDTH
     grad += start.to(tl.int64) * (HEADS * WIDTH) + head * WIDTH
     lse += head.to(tl.int64) * tokens + start
     delta += head.to(tl.int64) * tokens + start
+    factors += head.to(tl.int64) * tokens + start
+    own = tl.load(number + column, mask=there, other=0).to(tl.uint32, bitcast=True)
     place = column[:, None] * (3 * HEADS * WIDTH) + width[None, :]
     key = tl.load(qkv + place + HEADS * WIDTH, mask=there[:, None], other=0.0)
     value = tl.load(qkv + place + 2 * HEADS * WIDTH, mask=there[:, None], other=0.0)
@@ -221,9 +232,10 @@ def _backward_keys(
         weight = tl.exp2(tl.dot(key, tl.trans(query)) * scale - level[None, :])
         dweight = tl.dot(value, tl.trans(dout))
         if DROPPED > 0:
-            kept = keeps_across(drawn, (start + row) * HEADS + head, column, DROPPED)
-            dvalue += tl.dot(tl.where(kept, weight, 0.0).to(dout.dtype), dout)
-            dweight = tl.where(kept, dweight, 0.0)
+            factor = tl.load(factors + row, mask=inside, other=0).to(tl.uint32, bitcast=True)
+            kept = keeps_across(factor, own, DROPPED)
+            dvalue += tl.dot(tl.where(kept, weight, zero).to(dout.dtype), dout)
+            dweight = tl.where(kept, dweight, zero)
         else:
             dvalue += tl.dot(weight.to(dout.dtype), dout)
         dscore = weight * (dweight * keep_scale(DROPPED) - drift[None, :])
@@ -238,7 +250,7 @@ def _backward_keys(
 
 
 def attend(
-    qkv: Tensor, plan: Tensor, dropout: float, seed: Tensor, save: bool, eight: bool = False
+    qkv: Tensor, plan: Plan, dropout: float, seed: Tensor, save: bool, eight: bool = False
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Attention of qkv [T, 3, heads, width] in half precision: [T, heads x width].
 
@@ -249,8 +261,8 @@ def attend(
     out = qkv.new_empty(tokens, heads * width)
     out8 = torch.empty_like(out, dtype=torch.float8_e4m3fn) if eight else out
     lse = torch.empty((heads, tokens) if save else (0,), dtype=torch.float32, device=qkv.device)
-    _forward[(len(plan) * heads,)](
-        qkv, out, out8, lse, plan, seed, tokens, LOG2E * width**-0.5,
+    _forward[(len(plan.tiles) * heads,)](
+        qkv, out, out8, lse, plan.tiles, plan.numbers, seed, tokens, LOG2E * width**-0.5, 0.0,
         HEADS=heads, WIDTH=width, TILE=TILE, STEP=STEP, DROPPED=dropped(dropout), SAVE=save, EIGHT=eight, PEEL=PEEL,
         num_warps=4, num_stages=3,
     )  # fmt: skip
@@ -258,7 +270,7 @@ def attend(
 
 
 def attend_backward(
-    grad: Tensor, qkv: Tensor, out: Tensor, lse: Tensor, plan: Tensor, dropout: float, seed: Tensor,
+    grad: Tensor, qkv: Tensor, out: Tensor, lse: Tensor, plan: Plan, dropout: float, seed: Tensor,
     eight: bool = False,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """The gradient of qkv, from that of ``attend``'s result and what it returned, and its float32 sum over tokens.
@@ -268,10 +280,12 @@ def attend_backward(
     tokens, _, heads, width = qkv.shape
     dqkv = torch.empty_like(qkv, dtype=torch.float8_e5m2 if eight else qkv.dtype)
     delta = torch.empty_like(lse)
-    sums = torch.empty((len(plan), 3 * heads * width), dtype=torch.float32, device=qkv.device)
-    tail = (dqkv, delta, sums, plan, seed, tokens, LOG2E * width**-0.5, width**-0.5)
+    sums = torch.empty((len(plan.tiles), 3 * heads * width), dtype=torch.float32, device=qkv.device)
+    factors = torch.empty_like(lse, dtype=torch.int32)
+    scale = width**-0.5
+    tail = (dqkv, delta, factors, sums, plan.tiles, plan.numbers, seed, tokens, LOG2E * scale, scale, 0.0)
     sizes = {"HEADS": heads, "WIDTH": width, "TILE": TILE, "STEP": STEP, "DROPPED": dropped(dropout)}
-    grid = (len(plan) * heads,)
+    grid = (len(plan.tiles) * heads,)
     _backward_queries[grid](qkv, out, lse, grad, *tail, **sizes, PEEL=PEEL, num_warps=4, num_stages=3)
     _backward_keys[grid](qkv, lse, grad, *tail, **sizes, num_warps=4, num_stages=1, maxnreg=128)
     return dqkv, sums.sum(0)

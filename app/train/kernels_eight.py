@@ -24,11 +24,11 @@ def as_stored(value, pointer):
 
     The conversion to 8 bits replaces what is too large by the largest there is. For activations and weights (e4m3)
     that is meant; a gradient (e5m2) becomes not a number instead, so that the trainer sees the overflow and skips.
+    Where 16-bit tensors are stored beside, tell Triton of 8 neighbours only (``tl.max_contiguous``), or it gives each
+    thread 16 of the 8-bit tensor, and moves all others from thread to thread first.
     """
     if pointer.dtype.element_ty == tl.float8e5:
         value = tl.where(tl.abs(value) <= LARGEST_E5M2, value, float("nan"))
-    elif pointer.dtype.element_ty == tl.float8e4nv:
-        value = tl.minimum(tl.maximum(value, -LARGEST_E4M3), LARGEST_E4M3)
     return value.to(pointer.dtype.element_ty)
 
 
@@ -36,7 +36,8 @@ def as_stored(value, pointer):
 def _eight_bits(x, y, count, scale, BLOCK: tl.constexpr):
     place = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     value = tl.load(x + place, mask=place < count, other=0.0).to(tl.float32) * scale
-    tl.store(y + place, as_stored(value, y), mask=place < count)
+    value = tl.minimum(tl.maximum(value, -LARGEST_E4M3), LARGEST_E4M3)
+    tl.store(y + place, value.to(y.dtype.element_ty), mask=place < count)
 
 
 @triton.jit

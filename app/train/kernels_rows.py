@@ -2,8 +2,8 @@
 """Triton kernels for all that is not a matrix product: embedding, normalisation, dropout, residual, GELU.
 
 Each reads its inputs once and writes its results once, in the precision of its tensors, and computes in float32.
-Dropout masks are not stored: a hash of seed, row and column gives the same mask again in the backward pass. Seeds are
-int32 numbers on the device, so that a captured CUDA graph draws another mask each time it is replayed.
+Seeds of dropout masks are int32 numbers on the device, so that a captured CUDA graph draws another mask each time it
+is replayed.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from app.train.kernels_dropout import dropped, factor_of, keep_scale, keeps, number_of
 from app.train.kernels_eight import as_stored
 
 NORM_PROGRAMS = 16  #: backward programs of a norm, per multiprocessor
@@ -21,54 +22,14 @@ BLOCK = 2048  #: elements of an elementwise program
 
 
 @triton.jit
-def _hash(bits):
-    """32 well mixed bits of 32; constants: Chris Wellons' lowbias32 (nullprogram.com/blog/2018/07/31)."""
-    bits = bits ^ (bits >> 16)
-    bits = bits * 0x7FEB352D
-    bits = bits ^ (bits >> 15)
-    bits = bits * 0x846CA68B
-    return bits ^ (bits >> 16)
-
-
-@triton.jit
-def _keys(seed, row, column):
-    """A random odd factor and summand for each row, and a random number for each column."""
-    factor = _hash(_hash(row.to(tl.uint32)) ^ seed.to(tl.uint32))
-    return factor | 1, _hash(factor ^ 0x9E3779B9), _hash(column.to(tl.uint32) + 0x7F4A7C15)
-
-
-@triton.jit
-def keeps(seed, row, column, DROPPED: tl.constexpr):
-    """[rows, columns] true where dropout keeps an element, with probability 1 - DROPPED / 2^32.
-
-    Multiply-shift hashing (Dietzfelbinger 1996): one multiplication and addition an element, a function a row.
-    """
-    factor, summand, number = _keys(seed, row, column)
-    return number[None, :] * factor[:, None] + summand[:, None] >= DROPPED
-
-
-@triton.jit
-def keeps_across(seed, row, column, DROPPED: tl.constexpr):
-    """``keeps`` transposed: [columns, rows]."""
-    factor, summand, number = _keys(seed, row, column)
-    return number[:, None] * factor[None, :] + summand[None, :] >= DROPPED
-
-
-@triton.jit
-def keep_scale(DROPPED: tl.constexpr):
-    """What kept elements are multiplied by."""
-    return 1.0 / (1.0 - DROPPED / 4294967296)
-
-
-@triton.jit
 def _normal(x):
     """The normal distribution's integral up to x and exp(-x^2 / 2).
 
     Abramowitz and Stegun, formula 7.1.26 (error under 1e-7 here): half the instructions of the library's erf.
     """
-    size = tl.abs(x)
     bell = tl.exp2(x * x * -0.7213475204444817)
-    t = 1.0 / (1.0 + 0.23164188960075766 * size)
+    t = 1.0 + 0.23164188960075766 * tl.abs(x)
+    t = tl.rsqrt(t * t)  # one instruction, which the GPU has no quicker way to say of 1 / t
     tail = ((((0.5307027145 * t - 0.7265760135) * t + 0.7107068705) * t - 0.142248368) * t + 0.127414796) * t * bell
     return tl.where(x < 0.0, tail, 1.0 - tail), bell
 
@@ -85,7 +46,7 @@ def _norm_forward(
     place = row.to(tl.int64)[:, None] * SIZE + column[None, :]
     total = tl.load(x + place, mask=inside, other=0.0).to(tl.float32)
     if DROPPED > 0:
-        total = tl.where(keeps(tl.load(seed), row, column, DROPPED), total * keep_scale(DROPPED), 0.0)
+        total = tl.where(keeps(factor_of(tl.load(seed), row), number_of(column), DROPPED), total * keep_scale(DROPPED), 0.0)
     total += tl.load(residual + place, mask=inside, other=0.0).to(tl.float32)
     if SAVE:
         tl.store(z + place, total.to(z.dtype.element_ty), mask=inside)
@@ -109,10 +70,10 @@ def _normalise(
     shift = tl.load(bias + column, mask=column < SIZE, other=0.0).to(tl.float32)
     result = apart * inverse[:, None] * scale[None, :] + shift[None, :]
     if DROPPED > 0:
-        result = tl.where(keeps(tl.load(seed), row, column, DROPPED), result * keep_scale(DROPPED), 0.0)
+        result = tl.where(keeps(factor_of(tl.load(seed), row), number_of(column), DROPPED), result * keep_scale(DROPPED), 0.0)
     tl.store(y + place, result.to(y.dtype.element_ty), mask=inside)
     if EIGHT:
-        tl.store(y8 + place, as_stored(result, y8), mask=inside)
+        tl.store(tl.max_contiguous(y8 + place, (1, 8)), as_stored(result, y8), mask=inside)
 
 
 @triton.jit(do_not_specialize=["seed"])
@@ -154,7 +115,7 @@ def _norm_backward(
     dscale = tl.zeros([ROWS, WIDE], tl.float32)
     dshift = tl.zeros([ROWS, WIDE], tl.float32)
     dbranch = tl.zeros([ROWS, WIDE], tl.float32)
-    drawn = tl.load(seed)
+    drawn, number = tl.load(seed), number_of(column)
     for first in range(program * ROWS, rows, tl.num_programs(0) * ROWS):
         row = first + tl.arange(0, ROWS)
         inside = (row[:, None] < rows) & (column[None, :] < SIZE)
@@ -163,7 +124,7 @@ def _norm_backward(
         if MORE:
             grad += tl.load(more + place, mask=inside, other=0.0).to(tl.float32)
         if AFTER > 0:
-            grad = tl.where(keeps(drawn, row, column, AFTER), grad * keep_scale(AFTER), 0.0)
+            grad = tl.where(keeps(factor_of(drawn, row), number, AFTER), grad * keep_scale(AFTER), 0.0)
         centre = tl.load(mean + row, mask=row < rows, other=0.0)
         inverse = tl.load(rstd + row, mask=row < rows, other=0.0)
         unit = (tl.load(z + place, mask=inside, other=0.0).to(tl.float32) - centre[:, None]) * inverse[:, None]
@@ -176,11 +137,11 @@ def _norm_backward(
         down = (grad - level[:, None] - unit * along[:, None]) * inverse[:, None]
         tl.store(dz + place, down.to(dz.dtype.element_ty), mask=inside)
         if BEFORE > 0:
-            down = tl.where(keeps(drawn, row, column, BEFORE), down * keep_scale(BEFORE), 0.0)
+            down = tl.where(keeps(factor_of(drawn, row), number, BEFORE), down * keep_scale(BEFORE), 0.0)
         if HALF:
             tl.store(dx + place, down.to(dx.dtype.element_ty), mask=inside)
         if EIGHT:
-            tl.store(dx8 + place, as_stored(down, dx8), mask=inside)
+            tl.store(tl.max_contiguous(dx8 + place, (1, 8)), as_stored(down, dx8), mask=inside)
         dbranch += tl.where(inside, down, 0.0)
     sums += program * (3 * SIZE) + column
     tl.store(sums, tl.sum(dscale, 0), mask=column < SIZE)
@@ -190,10 +151,10 @@ def _norm_backward(
 
 @triton.jit
 def _gelu_forward(u, a, count, BLOCK: tl.constexpr):
-    place = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    place = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)[None, :]
     x = tl.load(u + place, mask=place < count, other=0.0).to(tl.float32)
     below, _ = _normal(x)
-    tl.store(a + place, as_stored(x * below, a), mask=place < count)
+    tl.store(tl.max_contiguous(a + place, (1, 8)), as_stored(x * below, a), mask=place < count)
 
 
 @triton.jit
@@ -210,14 +171,9 @@ def _gelu_backward(
         grad = tl.load(da + place, mask=inside, other=0.0).to(tl.float32)
         below, bell = _normal(x)
         grad = grad * (below + x * 0.3989422804014327 * bell)
-        tl.store(du + place, as_stored(grad, du), mask=inside)
+        tl.store(tl.max_contiguous(du + place, (1, 8)), as_stored(grad, du), mask=inside)
         total += grad
     tl.store(sums + tl.program_id(0) * SIZE + column, tl.sum(total, 0), mask=column < SIZE)
-
-
-def dropped(dropout: float) -> int:
-    """The probability as a whole number of 2^32nds, which is what the kernels compare hashes with."""
-    return round(dropout * 2**32)
 
 
 def _wide(size: int) -> int:

@@ -367,7 +367,7 @@ def encode(bert: Any, batch: Any) -> Tensor:
         hidden, hidden8, *_ = kernels_rows.embed(
             *rows, tables, *norm, config.layer_norm_eps, dropout, seeds[-1, 0], False, dtype, fp8
         )
-    plan = kernels_attention.tiles(batch.cu_seqlens, len(batch.input_ids))
+    plan = kernels_attention.plan(batch.cu_seqlens, len(batch.input_ids))
     weights = _half_weights(bert.encoder.layer, dtype, fp8)
     for place, (layer, own_weights, own_seeds) in enumerate(zip(bert.encoder.layer, weights, seeds, strict=False)):
         if batch.cuts is not None and place in batch.cuts:

@@ -33,6 +33,7 @@ from test_packed import gradients, pack, small  # noqa: E402
 
 from app.errors import Fault  # noqa: E402
 from app.train import kernels_attention, kernels_eight, kernels_entropy, kernels_rows, packed, packed_fused  # noqa: E402
+from app.train.kernels_dropout import dropped, factor_of, keeps, number_of  # noqa: E402
 
 DEVICE = "cuda" if GPU else "cpu"
 #: a whole model takes a minute in the interpreter
@@ -58,13 +59,13 @@ def close(dtype: torch.dtype) -> float:
 @triton.jit(do_not_specialize=["seed"])
 def _write_keeps(out, seed, ROWS: tl.constexpr, COLUMNS: tl.constexpr, DROPPED: tl.constexpr):
     row, column = tl.arange(0, ROWS), tl.arange(0, COLUMNS)
-    kept = kernels_rows.keeps(seed, row, column, DROPPED)
+    kept = keeps(factor_of(seed, row), number_of(column), DROPPED)
     tl.store(out + row[:, None] * COLUMNS + column[None, :], kept.to(tl.int32))
 
 
 def kept(rows: int, columns: int, seed: int, dropout: float) -> torch.Tensor:
     out = torch.empty(triton.next_power_of_2(rows), triton.next_power_of_2(columns), dtype=torch.int32, device=DEVICE)
-    _write_keeps[(1,)](out, seed, ROWS=out.shape[0], COLUMNS=out.shape[1], DROPPED=kernels_rows.dropped(dropout))
+    _write_keeps[(1,)](out, seed, ROWS=out.shape[0], COLUMNS=out.shape[1], DROPPED=dropped(dropout))
     return out[:rows, :columns].bool()
 
 
@@ -86,7 +87,7 @@ def test_attention(dtype: torch.dtype, dropout: float) -> None:
     qkv = torch.randn(TOKENS, 3, heads, width, device=DEVICE, dtype=dtype)
     grad = torch.randn(TOKENS, heads * width, device=DEVICE, dtype=dtype)
     cu_seqlens = starts(LENGTHS)
-    plan = kernels_attention.tiles(cu_seqlens, TOKENS)
+    plan = kernels_attention.plan(cu_seqlens, TOKENS)
     out, _, lse = kernels_attention.attend(qkv, plan, dropout, seed, True)
     dqkv, sums = kernels_attention.attend_backward(grad, qkv, out, lse, plan, dropout, seed)
     exact = qkv.double().requires_grad_()
