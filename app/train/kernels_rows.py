@@ -267,6 +267,6 @@ def gelu_backward(da: Tensor, u: Tensor, dtype: torch.dtype | None = None) -> tu
     sums = u.new_empty((groups, size), dtype=torch.float32)
     du = torch.empty_like(u, dtype=dtype) if dtype else da
     _gelu_backward[(groups, triton.cdiv(size, 128))](
-        da, u, du, sums, rows, SIZE=size, GROUP=GELU_ROWS, ROWS=8 if dtype else 16, COLUMNS=128, num_warps=4
+        da, u, du, sums, rows, SIZE=size, GROUP=GELU_ROWS, ROWS=16, COLUMNS=128, num_warps=4
     )
     return du, sums.sum(0)
