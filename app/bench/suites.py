@@ -85,6 +85,8 @@ def run(parts: Sequence[str], windows: int, gpu: bool, done: Callable[[Result], 
             f"{label}, {GROUPED}, batch {large}", contenders.hugging_face, "classify", size, large, plan, grouped=True
         )
         measure(f"{label}, packed", contenders.ours, "classify", size, packed_batch, plan)
+        if fp8:
+            measure(f"{label}, packed, fp8", contenders.ours, "classify", size, packed_batch, plan, fp8=True)
     if "large" in parts and gpu:
         measure("bert-large MLM, packed", contenders.ours, "mlm", "bert-large", packed_batch, plan)
         if fp8:
@@ -133,27 +135,24 @@ def figures(results: dict[str, Result], gpu: bool) -> list[Figure]:
         if mine and other:
             made.append(Figure(name, mine.rate / other.rate, *((must, aim) if gpu else (1.0, 1.0))))
 
-    mine, classify, large = find("MLM, packed"), find("classification, packed"), find("bert-large MLM, packed")
-    mine = None if mine is large else mine
-    eight, large_eight = find("bert-base MLM, packed, fp8"), find("bert-large MLM, packed, fp8")
-    ratio("MLM against HF Trainer at its best (grouped by length), times", mine, find("MLM", GROUPED), 4, 5)
-    ratio("MLM against the usual recipe (padded to 512), times", mine, find("MLM", USUAL), 10, 12)
-    ratio("classification against HF Trainer grouped by length, times", classify, find("classif", GROUPED), 3, 4)
+    large, large_eight = find("bert-large MLM, packed"), find("bert-large MLM, packed, fp8")
+    grouped, usual, dynamic = find("MLM", GROUPED), find("MLM", USUAL), find("MLM", DYNAMIC)
+    for kind, eight in (("", ""), ("with fp8: ", ", fp8")):
+        mine = next((r for name, r in results.items() if name.endswith(f"MLM, packed{eight}") and "large" not in name), None)
+        classify = next((r for name, r in results.items() if name.endswith(f"classification, packed{eight}")), None)
+        ratio(f"{kind}MLM against HF Trainer at its best (grouped by length), times", mine, grouped, 4, 5)
+        ratio(f"{kind}MLM against the usual recipe (padded to 512), times", mine, usual, 10, 12)
+        ratio(f"{kind}classification against HF Trainer grouped by length, times", classify, find("classif", GROUPED), 3, 4)
+        if gpu and mine:
+            name = f"{kind}MLM, useful operations, % of the measured fp16 matrix rate"
+            made.append(Figure(name, _tflops(mine), 50, 60, share=True))
+        if gpu and mine and dynamic:
+            value = mine.peak_bytes / mine.tokens_an_update / (dynamic.peak_bytes / dynamic.tokens_an_update)
+            name = f"{kind}memory a useful token against HF dynamic padding, times"
+            made.append(Figure(name, value, 0.3, 0.2, smaller=True))
     predicted = find("prediction, packed")
     ratio("prediction against HF in arrival order, times", predicted, find("arrival order"), 4, 5)
     ratio("prediction against HF sorted by length, times", predicted, find("sorted by length"), 1.3, 1.6)
-    if gpu and mine:
-        made.append(Figure("MLM, useful operations, % of the measured matrix rate", _tflops(mine), 50, 60, share=True))
-        if dynamic := find("MLM", DYNAMIC):
-            value = mine.peak_bytes / mine.tokens_an_update / (dynamic.peak_bytes / dynamic.tokens_an_update)
-            made.append(
-                Figure("memory a useful token against HF dynamic padding, times", value, 0.3, 0.2, smaller=True)
-            )
-    if eight:
-        ratio("with fp8: MLM against HF Trainer at its best, times", eight, find("MLM", GROUPED), 4, 5)
-        made.append(
-            Figure("with fp8: MLM, useful operations, % of the measured fp16 rate", _tflops(eight), 50, 60, True)
-        )
     for name, result in (("BERT-large", large), ("with fp8: BERT-large", large_eight)):
         if gpu and result:
             made.append(Figure(f"{name}, useful tokens/s", result.rate, 230_000, 260_000))

@@ -16,7 +16,7 @@ from torch import Tensor
 from app.train.kernels_dropout import dropped, factor_of, keep_scale, keeps, number_of
 from app.train.kernels_eight import as_stored
 
-NORM_PROGRAMS = 16  #: backward programs of a norm, per multiprocessor
+NORM_PROGRAMS = 8  #: backward programs of a norm, per multiprocessor
 GELU_ROWS = 256  #: rows whose bias gradient one program adds up
 BLOCK = 2048  #: elements of an elementwise program
 
