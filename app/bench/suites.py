@@ -138,11 +138,19 @@ def figures(results: dict[str, Result], gpu: bool) -> list[Figure]:
     large, large_eight = find("bert-large MLM, packed"), find("bert-large MLM, packed, fp8")
     grouped, usual, dynamic = find("MLM", GROUPED), find("MLM", USUAL), find("MLM", DYNAMIC)
     for kind, eight in (("", ""), ("with fp8: ", ", fp8")):
-        mine = next((r for name, r in results.items() if name.endswith(f"MLM, packed{eight}") and "large" not in name), None)
+        mine = next(
+            (r for name, r in results.items() if name.endswith(f"MLM, packed{eight}") and "large" not in name), None
+        )
         classify = next((r for name, r in results.items() if name.endswith(f"classification, packed{eight}")), None)
         ratio(f"{kind}MLM against HF Trainer at its best (grouped by length), times", mine, grouped, 4, 5)
         ratio(f"{kind}MLM against the usual recipe (padded to 512), times", mine, usual, 10, 12)
-        ratio(f"{kind}classification against HF Trainer grouped by length, times", classify, find("classif", GROUPED), 3, 4)
+        ratio(
+            f"{kind}classification against HF Trainer grouped by length, times",
+            classify,
+            find("classif", GROUPED),
+            3,
+            4,
+        )
         if gpu and mine:
             name = f"{kind}MLM, useful operations, % of the measured fp16 matrix rate"
             made.append(Figure(name, _tflops(mine), 50, 60, share=True))

@@ -46,7 +46,9 @@ def _norm_forward(
     place = row.to(tl.int64)[:, None] * SIZE + column[None, :]
     total = tl.load(x + place, mask=inside, other=0.0).to(tl.float32)
     if DROPPED > 0:
-        total = tl.where(keeps(factor_of(tl.load(seed), row), number_of(column), DROPPED), total * keep_scale(DROPPED), 0.0)
+        total = tl.where(
+            keeps(factor_of(tl.load(seed), row), number_of(column), DROPPED), total * keep_scale(DROPPED), 0.0
+        )
     total += tl.load(residual + place, mask=inside, other=0.0).to(tl.float32)
     if SAVE:
         tl.store(z + place, total.to(z.dtype.element_ty), mask=inside)
@@ -70,7 +72,9 @@ def _normalise(
     shift = tl.load(bias + column, mask=column < SIZE, other=0.0).to(tl.float32)
     result = apart * inverse[:, None] * scale[None, :] + shift[None, :]
     if DROPPED > 0:
-        result = tl.where(keeps(factor_of(tl.load(seed), row), number_of(column), DROPPED), result * keep_scale(DROPPED), 0.0)
+        result = tl.where(
+            keeps(factor_of(tl.load(seed), row), number_of(column), DROPPED), result * keep_scale(DROPPED), 0.0
+        )
     tl.store(y + place, result.to(y.dtype.element_ty), mask=inside)
     if EIGHT:
         tl.store(tl.max_contiguous(y8 + place, (1, 8)), as_stored(result, y8), mask=inside)

@@ -245,7 +245,17 @@ class _Layer(torch.autograd.Function):
         g1, g2, wqkv, wattended, wup, wdown = saved[13:]
         fp8, half = run.fp8, dresult.dtype
         dy, dx, dx8, sums2 = kernels_rows.norm_backward(
-            dresult.contiguous(), z2, mean2, rstd2, g2, run.dropout, 0.0, run.seeds[2], more=dtwin, half=not fp8, eight=fp8
+            dresult.contiguous(),
+            z2,
+            mean2,
+            rstd2,
+            g2,
+            run.dropout,
+            0.0,
+            run.seeds[2],
+            more=dtwin,
+            half=not fp8,
+            eight=fp8,
         )
         dx = dx8 if fp8 else dx
         dwdown = _weight_gradient(dx, a)

@@ -149,7 +149,9 @@ def alone(tmp_path: Path):
 
 @pytest.mark.parametrize("task", ["classify", "mlm"])
 @pytest.mark.parametrize("several", [False, True])
-@pytest.mark.parametrize(("compress", "fp8"), [("no", False), ("bf16", False), pytest.param("no", True, marks=eight_bits)])
+@pytest.mark.parametrize(
+    ("compress", "fp8"), [("no", False), ("bf16", False), pytest.param("no", True, marks=eight_bits)]
+)
 def test_recorded_gradients_are_those_of_autograd(alone, task: str, several: bool, compress: str, fp8: bool) -> None:
     """Also where the backward pass is cut into parts; three micro-batches that add up, twice; the weights in two parts are tied."""
     learner = Half(small(task, torch.float32, sizes=(64, 128)).cuda())
