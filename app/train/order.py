@@ -84,12 +84,35 @@ class Order:
         if rows and rows * before["batch_size"] == wanted and rows % world == 0:
             batch_size, accumulation = before["batch_size"], rows // world
         else:
-            batch_size, accumulation = fit.divide(wanted // world, self._fits)
+            tried: dict[int, bool] = {}
+            batch_size, accumulation = fit.divide(
+                wanted // world, lambda size: tried.setdefault(size, self._fits(size))
+            )
             self.say(
                 f"--global-batch-size {wanted}: micro-batches of {batch_size} are the largest even division that fits here"
             )
+            too_large = min((size for size, fits in tried.items() if not fits), default=0)
+            if 4 * batch_size <= too_large:
+                self.say(
+                    f"warning: {wanted // world} sequences a process divide badly: {batch_size} fit and {too_large} do not, with no "
+                    "division between; a --global-batch-size that is a multiple of a power of two trains faster"
+                )
         self._arrange(batch_size, accumulation)
+        self._note_full_rows(wanted)
         self.accelerator.wait_for_everyone()  # all have read what an earlier run left before the first one writes
+
+    def _note_full_rows(self, wanted: int) -> None:
+        """A packed row is at least as long as the longest text may be, and then holds more than its share of an update."""
+        if self.shape is None:
+            return
+        split = self.prepared.train
+        held = self.shape.tokens / float(split.store.lengths[split.rows].mean())
+        if held > 1.1 * self.layout.batch_size:
+            update = held * self.layout.micro_batches
+            self.say(
+                f"warning: a packed row has --max-length tokens at least, here {self.shape.tokens}, so it holds {held:.0f} sequences on average, not "
+                f"{self.layout.batch_size}, and an update {update:.0f}, not {wanted}; lower --max-length, or use --padding dynamic"
+            )
 
     def _fits(self, batch_size: int) -> bool:
         self._arrange(batch_size, 1)

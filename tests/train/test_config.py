@@ -14,7 +14,7 @@ FLAGS = (
     "-1.0 --encoding utf-8 --epochs 3.0 --eval-every 0 --eval-file () --eval-fraction 0.1 --fp8 False --global-batch-size 0 --keep 2 "
     "--label-column label --log-every 10 --lr 0.0 --mask-fraction 0.15 --max-length 0 --max-steps 0 --model  "
     "--num-workers -1 --on-bad-row stop --output-dir out --padding auto --resume auto --save-every 500 --seed 0 --task "
-    "classify --text-column text --tokenizer  --train-file () --warmup-ratio 0.06 --weight-decay 0.01 --whole-words "
+    "classify --text-column text --tokenizer  --train-file () --warmup-ratio -1.0 --weight-decay 0.01 --whole-words "
     "False"
 )
 

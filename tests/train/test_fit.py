@@ -61,3 +61,16 @@ def test_a_global_batch_that_cannot_be_shared_is_refused(run, tmp_path: Path) ->
     done = run("--train-file", "rows.jsonl", "--global-batch-size", 16, "--accelerate", four, "--output-dir", "other")
     assert done.code == 2
     assert "gradient_accumulation_steps: 4" in done.stderr
+
+
+def test_a_bad_division_and_full_rows_are_said(run, tmp_path: Path) -> None:
+    """1,031 is a prime, of which one sequence fits; short texts fill a row of 128 tokens several at a time."""
+    write_rows(tmp_path / "rows.jsonl", 40)
+    options = ("--train-file", "rows.jsonl", "--eval-fraction", 0, "--max-steps", 1, "--accelerate", "cpu")
+    done = run(*options, "--global-batch-size", 1031, "--max-length", 128, "--output-dir", "prime")
+    assert done.code == 0, done.stderr
+    assert "1031 sequences a process divide badly: 1 fit and 1031 do not" in done.stderr
+    assert "a packed row has --max-length tokens at least, here 128, so it holds" in done.stderr
+    assert ", not 1031; lower --max-length" in done.stderr
+    done = run(*options, "--global-batch-size", 32, "--max-length", 64, "--output-dir", "even")
+    assert "warning" not in done.stderr
