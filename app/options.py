@@ -37,6 +37,7 @@ def parser(made_of: type[Any], program: str, description: str) -> argparse.Argum
     )
     for f in dataclasses.fields(made_of):
         settings = dict(f.metadata)
+        settings["help"] = settings["help"].replace("%", "%%")  # argparse formats it
         flag = "--" + f.name.replace("_", "-")
         if f.type == "bool":
             made.add_argument(flag, action="store_true", help=settings["help"])

@@ -34,7 +34,7 @@ class Plan(NamedTuple):
     """What all layers' attention over a packed row needs."""
 
     tiles: Tensor  #: [programs a head, 3] int32: first token, length, first row in the sequence
-    numbers: Tensor  #: [T] int32 of columns, for dropout
+    numbers: Tensor  #: [T, filled up to TILE] int32 of columns, for dropout
 
 
 def plan(cu_seqlens: Tensor, tokens: int) -> Plan:
@@ -50,7 +50,7 @@ def plan(cu_seqlens: Tensor, tokens: int) -> Plan:
     sequence = torch.searchsorted(ends, tile, right=True).clamp_(max=len(lengths) - 1)
     first = (tile - (ends - counts)[sequence]) * TILE
     made = torch.stack((cu_seqlens[:-1][order][sequence], lengths[sequence], first), 1).int()
-    return Plan(made, numbers(tokens, cu_seqlens.device))
+    return Plan(made, numbers(-(-tokens // TILE) * TILE, cu_seqlens.device))
 
 
 @triton.jit
@@ -78,16 +78,16 @@ def _attend_step(
 
 
 # In all three kernels ``zero`` is 0.0, and an argument: before a constant, LLVM rounds first and selects then, which takes
-# three instructions more an element. Steps, stages and registers are what was fastest of some forty combinations on an H200.
+# three instructions more an element. Steps, stages and registers are what was fastest of some forty on an H200, with heads of 64.
 @triton.jit(do_not_specialize=["seed"])
 def _forward(
-    qkv, out, out8, lse, plan, number, seed, tokens, scale, zero,
+    qkv, out, out8, lse, tiles, number, seed, tokens, scale, zero,
     HEADS: tl.constexpr, WIDTH: tl.constexpr, TILE: tl.constexpr, STEP: tl.constexpr, DROPPED: tl.constexpr,
     SAVE: tl.constexpr, EIGHT: tl.constexpr,
 ):  # fmt: skip
     head = tl.program_id(0) % HEADS
-    plan += tl.program_id(0) // HEADS * 3
-    start, length, first = tl.load(plan), tl.load(plan + 1), tl.load(plan + 2)
+    tiles += tl.program_id(0) // HEADS * 3
+    start, length, first = tl.load(tiles), tl.load(tiles + 1), tl.load(tiles + 2)
     if first >= length:
         return
     width = tl.arange(0, WIDTH)
@@ -125,12 +125,12 @@ def _forward(
 
 @triton.jit(do_not_specialize=["seed"])
 def _backward_queries(
-    qkv, out, lse, grad, dqkv, delta, factors, sums, plan, number, seed, tokens, scale, slope, zero,
+    qkv, out, lse, grad, dqkv, delta, factors, sums, tiles, number, seed, tokens, scale, slope, zero,
     HEADS: tl.constexpr, WIDTH: tl.constexpr, TILE: tl.constexpr, STEP: tl.constexpr, DROPPED: tl.constexpr,
 ):  # fmt: skip
     head = tl.program_id(0) % HEADS
-    plan += tl.program_id(0) // HEADS * 3
-    start, length, first = tl.load(plan), tl.load(plan + 1), tl.load(plan + 2)
+    tiles += tl.program_id(0) // HEADS * 3
+    start, length, first = tl.load(tiles), tl.load(tiles + 1), tl.load(tiles + 2)
     width = tl.arange(0, WIDTH)
     sums += tl.program_id(0) // HEADS * (3 * HEADS * WIDTH) + head * WIDTH + width
     if first >= length:
@@ -174,12 +174,12 @@ def _backward_queries(
 
 @triton.jit(do_not_specialize=["seed"])
 def _backward_keys(
-    qkv, lse, grad, dqkv, delta, factors, sums, plan, number, seed, tokens, scale, slope, zero,
+    qkv, lse, grad, dqkv, delta, factors, sums, tiles, number, seed, tokens, scale, slope, zero,
     HEADS: tl.constexpr, WIDTH: tl.constexpr, TILE: tl.constexpr, STEP: tl.constexpr, DROPPED: tl.constexpr,
 ):  # fmt: skip
     head = tl.program_id(0) % HEADS
-    plan += tl.program_id(0) // HEADS * 3
-    start, length, first = tl.load(plan), tl.load(plan + 1), tl.load(plan + 2)
+    tiles += tl.program_id(0) // HEADS * 3
+    start, length, first = tl.load(tiles), tl.load(tiles + 1), tl.load(tiles + 2)
     width = tl.arange(0, WIDTH)
     sums += tl.program_id(0) // HEADS * (3 * HEADS * WIDTH) + head * WIDTH + width
     if first >= length:
@@ -265,6 +265,14 @@ def attend_backward(
     tail = (dqkv, delta, factors, sums, plan.tiles, plan.numbers, seed, tokens, LOG2E * scale, scale, 0.0)
     sizes = {"HEADS": heads, "WIDTH": width, "TILE": TILE, "STEP": BACKWARD_STEP, "DROPPED": dropped(dropout)}
     grid = (len(plan.tiles) * heads,)
-    _backward_queries[grid](qkv, out, lse, grad, *tail, **sizes, num_warps=4, num_stages=3, maxnreg=96)
-    _backward_keys[grid](qkv, lse, grad, *tail, **sizes, num_warps=4, num_stages=2, maxnreg=128)
+    queries, keys = _registers(qkv)
+    _backward_queries[grid](qkv, out, lse, grad, *tail, **sizes, num_warps=4, num_stages=3, **queries)
+    _backward_keys[grid](qkv, lse, grad, *tail, **sizes, num_warps=4, num_stages=2, **keys)
     return dqkv, sums.sum(0)
+
+
+def _registers(qkv: Tensor) -> tuple[dict[str, int], dict[str, int]]:
+    """The most registers a thread of the two backward kernels may have, where fewer of them pay: more programs side by side."""
+    if qkv.is_cuda and qkv.shape[-1] <= 64 and torch.cuda.get_device_capability(qkv.device) == (9, 0):
+        return {"maxnreg": 96}, {"maxnreg": 128}
+    return {}, {}

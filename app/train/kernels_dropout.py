@@ -2,8 +2,9 @@
 """Dropout masks for Triton kernels: never stored, the same again whenever they are asked for.
 
 Element (row, column) is kept where number * factor + summand, of 32 bits, is large enough: multiply-shift hashing
-(Dietzfelbinger 1996), with a well mixed number for each column and factor for each row, which the seed goes into. That
-is one multiplication and addition an element; kernels that meet a row or column often load what it was mixed to.
+(Dietzfelbinger 1996), with a well mixed number for each column and factor for each row, which the seed goes into. Unlike
+there the summand is not drawn, it is the factor with its halves swapped. That is one multiplication and addition an
+element; kernels that meet a row or column often load what it was mixed to.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
 # mypy: disable-error-code="no-untyped-def"
-"""Triton kernels that make 8-bit copies of matrices, and the way every kernel stores gradients in 8 bits.
+"""Triton kernels that make 8-bit copies of matrices, and the way every kernel stores what may be 8 bits wide.
 
 Tensor cores multiply 8-bit matrices only where both lie along the dimension that is summed, so that a weight gradient,
 which is summed over tokens, needs its two factors turned first: ``turned`` moves a matrix once, a byte an element.
@@ -12,7 +12,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-LARGEST_E4M3 = tl.constexpr(448.0)
 LARGEST_E5M2 = tl.constexpr(57344.0)
 ALIGNED = 16  #: bytes that a row of an 8-bit factor must be a multiple of (torch._scaled_mm)
 TURNED = 128  #: rows and columns that a program turns
@@ -24,8 +23,8 @@ def as_stored(value, pointer):
 
     The conversion to 8 bits replaces what is too large by the largest there is. For activations and weights (e4m3)
     that is meant; a gradient (e5m2) becomes not a number instead, so that the trainer sees the overflow and skips.
-    Where 16-bit tensors are stored beside, tell Triton of 8 neighbours only (``tl.max_contiguous``), or it gives each
-    thread 16 of the 8-bit tensor, and moves all others from thread to thread first.
+    Where 16-bit tensors are read and stored row by row beside, tell Triton of 8 neighbours only (``tl.max_contiguous``), or
+    it gives each thread 16 of the 8-bit tensor, and moves all others from thread to thread first.
     """
     if pointer.dtype.element_ty == tl.float8e5:
         value = tl.where(tl.abs(value) <= LARGEST_E5M2, value, float("nan"))
@@ -36,8 +35,7 @@ def as_stored(value, pointer):
 def _eight_bits(x, y, count, scale, BLOCK: tl.constexpr):
     place = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     value = tl.load(x + place, mask=place < count, other=0.0).to(tl.float32) * scale
-    value = tl.minimum(tl.maximum(value, -LARGEST_E4M3), LARGEST_E4M3)
-    tl.store(y + place, value.to(y.dtype.element_ty), mask=place < count)
+    tl.store(y + place, as_stored(value, y), mask=place < count)
 
 
 @triton.jit

@@ -29,7 +29,7 @@ def _normal(x):
     """
     bell = tl.exp2(x * x * -0.7213475204444817)
     t = 1.0 + 0.23164188960075766 * tl.abs(x)
-    t = tl.rsqrt(t * t)  # one instruction, which the GPU has no quicker way to say of 1 / t
+    t = tl.rsqrt(t * t)  # one instruction; 1 / t becomes ten in Triton
     tail = ((((0.5307027145 * t - 0.7265760135) * t + 0.7107068705) * t - 0.142248368) * t + 0.127414796) * t * bell
     return tl.where(x < 0.0, tail, 1.0 - tail), bell
 

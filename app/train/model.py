@@ -242,7 +242,7 @@ def warm_up(config: TrainConfig, pretrained: bool, hidden: int, total: int) -> i
     """Updates of ``total`` over which the rate rises: --warmup-ratio of them, and by default 6 %.
 
     From scratch, from bert-base's width on, by default the 10,000 updates that BERT took (Devlin et al. 2018, appendix
-    A.2), 30 % of a shorter run. Layers with the norm behind them need a slow rise (Liu et al. 2020, arXiv 2004.08249): of six
+    A.2), but at most 30 % of the run. Layers with the norm behind them need a slow rise (Liu et al. 2020, arXiv 2004.08249): of six
     BERT-base runs of 700 updates with 42 to rise in, two fell back to the frequencies of words and stayed there.
     """
     if config.warmup_ratio >= 0:

@@ -95,7 +95,7 @@ class Order:
             if 4 * batch_size <= too_large:
                 self.say(
                     f"warning: {wanted // world} sequences a process divide badly: {batch_size} fit and {too_large} do not, with no "
-                    "division between; a --global-batch-size that is a multiple of a power of two trains faster"
+                    "division between; a multiple of 64 as --global-batch-size divides better and trains faster"
                 )
         self._arrange(batch_size, accumulation)
         self._note_full_rows(wanted)
@@ -103,14 +103,14 @@ class Order:
 
     def _note_full_rows(self, wanted: int) -> None:
         """A packed row is at least as long as the longest text may be, and then holds more than its share of an update."""
-        if self.shape is None:
+        if self.shape is None or self.shape.tokens > self.shape.longest:
             return
         split = self.prepared.train
         held = self.shape.tokens / float(split.store.lengths[split.rows].mean())
         if held > 1.1 * self.layout.batch_size:
             update = held * self.layout.micro_batches
             self.say(
-                f"warning: a packed row has --max-length tokens at least, here {self.shape.tokens}, so it holds {held:.0f} sequences on average, not "
+                f"warning: a packed row has --max-length tokens at least, here {self.shape.tokens}, and holds {held:.0f} sequences on average, not "
                 f"{self.layout.batch_size}, and an update {update:.0f}, not {wanted}; lower --max-length, or use --padding dynamic"
             )
 

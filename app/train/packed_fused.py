@@ -1,16 +1,18 @@
 """The packed forward and backward of BERT's encoder and vocabulary head, written out over Triton kernels and cuBLAS.
 
 A layer is one autograd function: its backward pass is written by hand, so that residual gradients are summed inside
-matrix products, bias gradients inside the kernels that have the numbers at hand, and nothing is kept in float32.
+matrix products (with fp8 inside the kernels of the norms), bias gradients inside the kernels that have the numbers at
+hand, and nothing is kept in float32.
 Weights are cast to half precision once a forward pass, queries, keys and values in one matrix. Gradients reach the
 model's own float32 parameters through autograd, so DDP, accumulation, clipping and loss scaling see nothing new.
 
 With ``use_fp8`` eleven of a layer's twelve products run in 8 bits, all but the weight gradient of attention's output, which
 is too small to gain. Activations and weights are e4m3, gradients e5m2 (Micikevicius et al. 2022, arXiv 2209.05433), with
-fixed scales: activations behind a norm need none, and e5m2 has the range of fp16, in which the trainer's loss scale
-already keeps gradients. So fp8 has no state. Hopper's faster sums of fewer bits serve where the sum is over a layer's
-width; over the tokens of a row they would err by 0.6 % (65,280 tokens, H200), so weight gradients are summed in float32.
-The vocabulary head, norms and attention stay in fp16.
+fixed scales: what comes from a norm or GELU needs none, attention's means of values are taken eight times, weights 64
+times, and e5m2 has the range of fp16, in which the trainer's loss scale already keeps gradients. So fp8 has no state.
+Hopper's faster sums of fewer bits serve where the sum is over a layer's width; over the tokens of a row they would err by
+0.6 % (65,280 tokens, H200), so weight gradients are summed in float32. The vocabulary head, norms and attention stay in
+fp16.
 """
 
 from __future__ import annotations
@@ -112,41 +114,35 @@ def draw_seeds(bert: Any) -> Tensor:
     return (torch.randint(2**31 - 8, (count, 1)) + torch.arange(3)).int()
 
 
-def _half_weights(layers: Any, dtype: torch.dtype, fp8: bool) -> list[_Weights]:
-    """Copies of all layers' matrices in one allocation, in half precision, or with ``fp8`` in another in 8 bits."""
-    from_, into, made = [], [], []
-    sizes = []
+def _copies(layers: Any, dtype: torch.dtype, fp8: bool) -> list[_Weights]:
+    """Copies of all layers' matrices and biases, each kind in one allocation: in ``dtype``, the matrices with ``fp8`` in 8 bits."""
+    groups = []
     for layer in layers:
         own, out = layer.attention.self, layer.attention.output.dense
-        up, down = layer.intermediate.dense, layer.output.dense
-        groups = [[own.query, own.key, own.value], [out], [up], [down]]
-        sizes.append([[m.weight for m in g] for g in groups] + [[m.bias for m in g] for g in groups])
-    total = sum(t.numel() for groups in sizes for g in groups for t in g)
-    flat = torch.empty(total, dtype=dtype, device=sizes[0][0][0].device)
-    at = 0
-    for groups in sizes:
-        views = []
-        for group in groups:
-            begin = at
-            for tensor in group:
-                from_.append(tensor)
-                into.append(flat[at : at + tensor.numel()].view(tensor.shape))
-                at += tensor.numel()
-            views.append(flat[begin:at].view(-1, *group[0].shape[1:]))
-        made.append(_Weights._make(views))
-    with torch.no_grad():
-        torch._foreach_copy_(into, from_)
-    if not fp8:
-        return made
-    from app.train import kernels_eight
+        groups += [[own.query, own.key, own.value], [out], [layer.intermediate.dense], [layer.output.dense]]
+    kinds = [
+        [[m.weight for m in group] for group in groups],
+        [[m.bias for m in group] for group in groups],
+    ]
+    flat, biases = (_side_by_side(kind, dtype) for kind in kinds)
+    if fp8:
+        from app.train import kernels_eight
 
-    flat8 = kernels_eight.eight_bits(flat, WEIGHT_SCALE)
+        flat = kernels_eight.eight_bits(flat, WEIGHT_SCALE)
+    views = []
+    for kind, held in zip(kinds, (flat, biases), strict=True):
+        parts = held.split([sum(t.numel() for t in group) for group in kind])
+        views.append([part.view(-1, *group[0].shape[1:]) for part, group in zip(parts, kind, strict=True)])
+    return [_Weights._make(views[0][k : k + 4] + views[1][k : k + 4]) for k in range(0, len(groups), 4)]
 
-    def same_place(weight: Tensor) -> Tensor:
-        begin = weight.storage_offset()
-        return flat8[begin : begin + weight.numel()].view(weight.shape)
 
-    return [_Weights._make([*map(same_place, w[:4]), *w[4:]]) for w in made]
+@torch.no_grad()
+def _side_by_side(groups: list[list[Tensor]], dtype: torch.dtype) -> Tensor:
+    tensors = [tensor for group in groups for tensor in group]
+    flat = torch.empty(sum(t.numel() for t in tensors), dtype=dtype, device=tensors[0].device)
+    places = flat.split([t.numel() for t in tensors])
+    torch._foreach_copy_([place.view(t.shape) for place, t in zip(places, tensors, strict=True)], tensors)
+    return flat
 
 
 @functools.cache
@@ -378,7 +374,7 @@ def encode(bert: Any, batch: Any) -> Tensor:
             *rows, tables, *norm, config.layer_norm_eps, dropout, seeds[-1, 0], False, dtype, fp8
         )
     plan = kernels_attention.plan(batch.cu_seqlens, len(batch.input_ids))
-    weights = _half_weights(bert.encoder.layer, dtype, fp8)
+    weights = _copies(bert.encoder.layer, dtype, fp8)
     for place, (layer, own_weights, own_seeds) in enumerate(zip(bert.encoder.layer, weights, seeds, strict=False)):
         if batch.cuts is not None and place in batch.cuts:
             below, hidden, twin = hidden, hidden.detach().requires_grad_(), twin.detach()
@@ -405,7 +401,7 @@ def why_not_fp8(device: torch.device) -> str | None:
 
 
 def use_fp8(model: Any, on: bool = True) -> None:
-    """Lets the encoder of a BERT with a head run its large products in 8 bits under fp16 autocast and a loss scale.
+    """Lets the layers of a BERT with a head run their products in 8 bits under fp16 autocast and a loss scale.
 
     Set on the module in memory, never saved. Raises Fault where torch or the GPU has no such products.
     """

@@ -103,6 +103,31 @@ def test_verdicts() -> None:
     assert (memory["measured"], memory["verdict"]) == (0.1, "aim reached")
 
 
+def test_each_kind_takes_its_own_rows() -> None:
+    """With fp8, classification and BERT-large beside: eight figures of MLM and classification, and two rates."""
+    rates = {
+        f"bert-base MLM, {suites.GROUPED}, batch 128": 10.0,
+        "bert-base MLM, packed": 30.0,
+        "bert-base MLM, packed, fp8": 40.0,
+        f"bert-base classification, {suites.GROUPED}, batch 128": 20.0,
+        "bert-base classification, packed": 50.0,
+        "bert-base classification, packed, fp8": 70.0,
+        "bert-large MLM, packed": 240_000.0,
+        "bert-large MLM, packed, fp8": 360_000.0,
+    }
+    results = {name: Result(name, [rate], 10**9, 10.0, 1e10) for name, rate in rates.items()}
+    made = {f.name: f.as_dict(1.0) for f in suites.figures(results, gpu=True)}
+    best, classes = (
+        "MLM against HF Trainer at its best (grouped by length), times",
+        "classification against HF Trainer grouped by length, times",
+    )
+    assert [made[name]["measured"] for name in (best, "with fp8: " + best)] == [3.0, 4.0]
+    assert [made[name]["measured"] for name in (classes, "with fp8: " + classes)] == [2.5, 3.5]
+    assert [made[name]["verdict"] for name in (best, "with fp8: " + best)] == ["below must", "must reached"]
+    large = "BERT-large, useful tokens/s"
+    assert [made[name]["verdict"] for name in (large, "with fp8: " + large)] == ["must reached", "aim reached"]
+
+
 def test_table_shows_every_result_and_figure() -> None:
     rows = [Result("someone", [1000.0], 2**30, 100.0, 1e9)]
     figure = suites.Figure("speed, times", 2.0, 1.0, 3.0)

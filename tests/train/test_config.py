@@ -28,6 +28,10 @@ def test_every_option_has_help() -> None:
     assert all(f.metadata.get("help") for f in dataclasses.fields(TrainConfig))
 
 
+def test_help_can_be_printed() -> None:
+    assert "8 % slower on an H200" in " ".join(parser().format_help().split())
+
+
 def test_all_faults_at_once() -> None:
     with pytest.raises(Fault) as caught:
         parse(["--batch-size", "-1", "--keep", "0", "--seed", "-1"])

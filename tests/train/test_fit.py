@@ -70,7 +70,12 @@ def test_a_bad_division_and_full_rows_are_said(run, tmp_path: Path) -> None:
     done = run(*options, "--global-batch-size", 1031, "--max-length", 128, "--output-dir", "prime")
     assert done.code == 0, done.stderr
     assert "1031 sequences a process divide badly: 1 fit and 1031 do not" in done.stderr
-    assert "a packed row has --max-length tokens at least, here 128, so it holds" in done.stderr
+    assert "a packed row has --max-length tokens at least, here 128, and holds" in done.stderr
     assert ", not 1031; lower --max-length" in done.stderr
-    done = run(*options, "--global-batch-size", 32, "--max-length", 64, "--output-dir", "even")
-    assert "warning" not in done.stderr
+    for size, folder in (
+        (32, "even"),
+        (4, "small"),
+    ):  # the small one fills rows of a multiple of 128 tokens, more than 64
+        done = run(*options, "--global-batch-size", size, "--max-length", 64, "--output-dir", folder)
+        assert done.code == 0, done.stderr
+        assert "warning" not in done.stderr

@@ -60,7 +60,12 @@ def compile_all(capability: int, half: str, eight: bool) -> dict[str, tuple[int,
 
     activation, gradient = ("fp8e4nv", "fp8e5") if eight else (half, half)
     size = {"SIZE": 768, "WIDE": 1024, "ROWS": 1}
-    heads = {"HEADS": 12, "WIDTH": 64, "TILE": kernels_attention.TILE, "DROPPED": 429496730}
+    heads = {
+        "HEADS": 6,
+        "WIDTH": 128,
+        "TILE": kernels_attention.TILE,
+        "DROPPED": 429496730,
+    }  # the widest, which take most
     first, then = kernels_attention.FORWARD_STEP, kernels_attention.BACKWARD_STEP
     jobs = [
         (kernels_dropout._numbers, {"BLOCK": 1024}, {}),
@@ -74,8 +79,8 @@ def compile_all(capability: int, half: str, eight: bool) -> dict[str, tuple[int,
         (kernels_rows._gelu_forward, {"BLOCK": kernels_rows.BLOCK}, {}),
         (kernels_rows._gelu_backward, {"SIZE": 3072, "GROUP": 256, "ROWS": 16, "COLUMNS": 128}, {}),
         (kernels_attention._forward, {**heads, "STEP": first, "SAVE": True, "EIGHT": eight}, {"num_stages": 2}),
-        (kernels_attention._backward_queries, {**heads, "STEP": then}, {"num_stages": 3, "maxnreg": 96}),
-        (kernels_attention._backward_keys, {**heads, "STEP": then}, {"num_stages": 2, "maxnreg": 128}),
+        (kernels_attention._backward_queries, {**heads, "STEP": then}, {"num_stages": 3}),
+        (kernels_attention._backward_keys, {**heads, "STEP": then}, {"num_stages": 2}),
     ]
     if not eight:  # the head stays in half precision
         entropy = {"VOCABULARY": 30522, "BLOCK": 2048}
@@ -90,7 +95,7 @@ def compile_all(capability: int, half: str, eight: bool) -> dict[str, tuple[int,
         ]
     types_of = {
         "*i64": "ids positions types targets",
-        "*i32": "plan number seed factors",
+        "*i32": "tiles number seed factors",
         "*fp32": "lse delta sums mean rstd weight bias words places kinds losses",
         "*" + activation: "y8 out8 a",
         "*" + gradient: "dx8 dqkv du",
@@ -110,15 +115,29 @@ def compile_all(capability: int, half: str, eight: bool) -> dict[str, tuple[int,
             for argument in kernel.arg_names
             if argument not in constants
         }
+        places = {argument: place for place, argument in enumerate(kernel.arg_names)}
+        # as at a launch: tensors begin at multiples of 16 bytes and hold multiples of 16 tokens, a seed is one of many numbers
+        aligned = [
+            places[k]
+            for k, kind in types.items()
+            if k != "seed" and (kind[0] == "*" or k in ("rows", "tokens", "across"))
+        ]
         if "constants" in inspect.signature(ASTSource).parameters:  # Triton 3.0 and 3.1 go by place
-            places = {argument: place for place, argument in enumerate(kernel.arg_names)}
+            from triton.compiler import AttrsDescriptor
+
             source = ASTSource(
                 kernel,
                 {places[k]: v for k, v in types.items()},
                 constants={places[k]: v for k, v in constants.items()},
+                attrs=AttrsDescriptor(tuple(aligned), ()),
             )
         else:
-            source = ASTSource(kernel, types | dict.fromkeys(constants, "constexpr"), constants)
+            source = ASTSource(
+                kernel,
+                types | dict.fromkeys(constants, "constexpr"),
+                constants,
+                {(place,): [["tt.divisibility", 16]] for place in aligned},
+            )
         found = triton.compile(source, target=GPUTarget("cuda", capability, 32), options={"num_warps": 4, **options})
         made[name] = (len(found.asm["cubin"]), found.metadata.shared)
     return made
