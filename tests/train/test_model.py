@@ -8,10 +8,11 @@ from app.train.config import TrainConfig
 from app.train.model import peak_rate, rate, warm_up
 
 
-def test_a_rise_and_a_fall() -> None:
-    rates = [rate(applied, 6, 4.0, 3) for applied in range(7)]
-    assert rates == pytest.approx([1.0, 2.0, 3.0, 4.0, 8 / 3, 4 / 3, 0.0])
-    assert [rate(applied, 2, 4.0, 0) for applied in range(3)] == [4.0, 2.0, 0.0]
+def test_rate_rises_and_falls_to_zero() -> None:
+    """10 updates, 2 of warm-up, peak 3: 1, 2, then 3 falling by 3/8 to 3/8 for the last."""
+    found = [rate(i, 10, 3.0, 2) for i in range(10)]
+    assert found == pytest.approx([1, 2, 3, 2.625, 2.25, 1.875, 1.5, 1.125, 0.75, 0.375])
+    assert [rate(i, 2, 4.0, 0) for i in range(3)] == [4.0, 2.0, 0.0]
 
 
 @pytest.mark.parametrize(
