@@ -78,6 +78,17 @@ def _train(config: TrainConfig, arguments: Sequence[str]) -> int:
                 f"accuracy {result['accuracy']:.4f} on {prepared.report['eval_rows']} held-out rows (chance {result['chance_accuracy']:.4f}, "
                 f"always the largest class {result['largest_class_accuracy']:.4f})"
             )
+        elif "perplexity" in result:
+            known = result["frequency_loss"]
+            tell(
+                f"evaluation loss {result['eval_loss']:.4f} on {prepared.report['eval_rows']} held-out rows ({known:.4f} for knowing only how "
+                "often each token occurs)"
+            )
+            if result["eval_loss"] > data.HARDLY_BETTER * known:
+                tell(
+                    "warning: the model makes next to no use of context; train it longer, or, if the loss has stayed where it is for long, with a "
+                    "longer --warmup-ratio or a lower --lr"
+                )
         if code == 0:
             tell(f"the model is in {output / 'model'}, metrics in {output / 'metrics.jsonl'}")
         print(json.dumps(result, ensure_ascii=False), flush=True)

@@ -18,6 +18,10 @@ from app.train.readers import Counts, Source, form, read
 from app.train.show import Progress
 from app.train.store import Store, cache_folder, content_hash, new_folder, nothing_usable, only_one, tokenised
 
+COUNTED = 20_000  #: rows whose tokens are counted to see how often each occurs
+HARDLY_BETTER = 0.99  #: an evaluation loss above this share of ``frequency_loss`` shows next to no use of context
+BASELINES = ("chance_accuracy", "largest_class_accuracy", "frequency_loss")  #: of the report, what results stand beside
+
 
 @dataclass(frozen=True)
 class Split:
@@ -113,6 +117,8 @@ def prepare(
         rows = np.sort(mixed[count:])
     train = Split(store, rows, _class_ids(store, names, classify))
     report = _report(train, evaluation, names)
+    if evaluation and not classify:
+        report["frequency_loss"] = frequency_loss(train, evaluation, tokenizer.vocabulary.special)
     return TrainingData(train, evaluation, names, tokenizer, max_length, files, report)
 
 
@@ -235,6 +241,23 @@ def _report(train: Split, evaluation: Split | None, names: list[str]) -> dict[st
     return report
 
 
+def frequency_loss(train: Split, evaluation: Split, special: np.ndarray) -> float:
+    """What the evaluation loss of a masked-language model would be that knew only how often each token occurs.
+
+    Tokens are counted in up to ``COUNTED`` rows of each part, spread evenly; ``special`` ones never have to be found.
+    One that was not seen in training counts half (Krichevsky and Trofimov 1981).
+    """
+
+    def counts(split: Split) -> np.ndarray:
+        chosen = np.linspace(0, len(split.rows) - 1, min(len(split.rows), COUNTED)).astype(int)
+        ids, _ = split.store.ids(split.rows[chosen])
+        return np.where(special, 0, np.bincount(ids, minlength=len(special)))
+
+    known, asked = np.where(special, 0, counts(train) + 0.5), counts(evaluation)
+    there = asked > 0
+    return float(-(asked[there] * np.log(known[there] / known.sum())).sum() / max(1, asked.sum()))
+
+
 def report_lines(report: dict[str, Any], max_length: int) -> list[str]:
     """The report as sentences; warnings begin with ``warning:`` and say what to do."""
     median, p95, longest = report["length_median_p95_max"]
@@ -248,6 +271,10 @@ def report_lines(report: dict[str, Any], max_length: int) -> list[str]:
             f" and {len(ranked) - 8} more" if len(ranked) > 8 else ""
         )
         lines.append(f"classes: {len(ranked)} ({shown})")
+    if "frequency_loss" in report:
+        lines.append(
+            f"knowing only how often each token occurs gives an evaluation loss of {report['frequency_loss']:.4f}"
+        )
     if report["longer_than_max_length"]:
         what = "cut" if "classes" in report else "split into several sequences"
         lines.append(

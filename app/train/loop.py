@@ -336,7 +336,7 @@ class Run:
             "skipped": self.tally.skipped,
         }
         result |= {**self.tally.summary(), **self.scores}
-        result |= {k: v for k, v in self.prepared.report.items() if k in ("chance_accuracy", "largest_class_accuracy")}
+        result |= {k: v for k, v in self.prepared.report.items() if k in data.BASELINES}
         self.telemetry.stop()
         for line in [*self.tally.advice(self.workers), *self.telemetry.advice()]:
             self.say(line)
