@@ -100,20 +100,14 @@ def _forward(
     total = tl.zeros([TILE], tl.float32)
     mixed = tl.zeros([TILE, WIDTH], tl.float32)
     whole = length // STEP * STEP
-    for step in range(0, whole, STEP):
-        column = step + tl.arange(0, STEP)
-        keys = qkv + HEADS * WIDTH + column[:, None] * (3 * HEADS * WIDTH) + width[None, :]
-        top, total, mixed = _attend_step(
-            query, keys, keys + HEADS * WIDTH, number + column, column < length, top, total, mixed, factor, scale, zero,
-            DROPPED, False,
-        )  # fmt: skip
-    for step in range(whole, length, STEP):
-        column = step + tl.arange(0, STEP)
-        keys = qkv + HEADS * WIDTH + column[:, None] * (3 * HEADS * WIDTH) + width[None, :]
-        top, total, mixed = _attend_step(
-            query, keys, keys + HEADS * WIDTH, number + column, column < length, top, total, mixed, factor, scale, zero,
-            DROPPED, True,
-        )  # fmt: skip
+    for masked in tl.static_range(2):  # whole steps, then what is left
+        for step in range(whole if masked else 0, length if masked else whole, STEP):
+            column = step + tl.arange(0, STEP)
+            keys = qkv + HEADS * WIDTH + column[:, None] * (3 * HEADS * WIDTH) + width[None, :]
+            top, total, mixed = _attend_step(
+                query, keys, keys + HEADS * WIDTH, number + column, column < length, top, total, mixed, factor, scale, zero,
+                DROPPED, masked,
+            )  # fmt: skip
     mixed = mixed * (keep_scale(DROPPED) / total)[:, None]
     flat = (start + row).to(tl.int64)[:, None] * (HEADS * WIDTH) + head * WIDTH + width[None, :]
     tl.store(out + flat, mixed.to(out.dtype.element_ty), mask=row[:, None] < length)

@@ -123,7 +123,8 @@ class _Gather(torch.autograd.Function):
         return row.index_select(0, slot_token)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        (grad,) = gradients
         return grad.index_select(0, ctx.saved_tensors[0]), None
 
 
@@ -138,7 +139,8 @@ class _Scatter(torch.autograd.Function):
         return slots.index_select(0, token_slot)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        (grad,) = gradients
         slot_token, empty = ctx.saved_tensors
         slots = grad.index_select(0, slot_token)
         return (slots.masked_fill(empty[:, None], 0) if ctx.padded else slots), None, None

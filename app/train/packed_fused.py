@@ -6,13 +6,8 @@ hand, and nothing is kept in float32.
 Weights are cast to half precision once a forward pass, queries, keys and values in one matrix. Gradients reach the
 model's own float32 parameters through autograd, so DDP, accumulation, clipping and loss scaling see nothing new.
 
-With ``use_fp8`` eleven of a layer's twelve products run in 8 bits, all but the weight gradient of attention's output, which
-is too small to gain. Activations and weights are e4m3, gradients e5m2 (Micikevicius et al. 2022, arXiv 2209.05433), with
-fixed scales: what comes from a norm or GELU needs none, attention's means of values are taken eight times, weights 64
-times, and e5m2 has the range of fp16, in which the trainer's loss scale already keeps gradients. So fp8 has no state.
-Hopper's faster sums of fewer bits serve where the sum is over a layer's width; over the tokens of a row they would err by
-0.6 % (65,280 tokens, H200), so weight gradients are summed in float32. The vocabulary head, norms and attention stay in
-fp16.
+With ``use_fp8`` eleven of a layer's twelve products run in 8 bits (``packed_products``), all but the weight gradient of
+attention's output, which is too small to gain. The vocabulary head, norms and attention stay in fp16.
 """
 
 from __future__ import annotations
@@ -26,10 +21,8 @@ from torch import Tensor
 
 from app.errors import WRONG_MACHINE, Fault
 from app.train.packed_attention import HALF
+from app.train.packed_products import E4M3, E5M2, Weights, copies, input_gradient, linear, weight_gradient
 
-WEIGHT_SCALE = 64.0  #: of weights in e4m3: those of 0.02 become 1.3, the largest that fits is 7
-#: None in torch 1.13, which has no 8-bit types
-E4M3, E5M2 = getattr(torch, "float8_e4m3fn", None), getattr(torch, "float8_e5m2", None)
 VOCABULARY_STEP = 64  #: the head's half-precision copy is padded to a multiple of this many rows: aligned loads
 
 
@@ -92,19 +85,6 @@ class _Run(NamedTuple):
     fp8: bool
 
 
-class _Weights(NamedTuple):
-    """A layer's matrices, in half precision or times ``WEIGHT_SCALE`` in e4m3, and their biases in half precision."""
-
-    qkv: Tensor
-    attended: Tensor
-    up: Tensor
-    down: Tensor
-    qkv_bias: Tensor
-    attended_bias: Tensor
-    up_bias: Tensor
-    down_bias: Tensor
-
-
 def draw_seeds(bert: Any) -> Tensor:
     """[layers + 1, 3] int32 seeds of a forward pass's dropout masks, on the host; the last line is the embeddings'.
 
@@ -114,79 +94,8 @@ def draw_seeds(bert: Any) -> Tensor:
     return (torch.randint(2**31 - 8, (count, 1)) + torch.arange(3)).int()
 
 
-def _copies(layers: Any, dtype: torch.dtype, fp8: bool) -> list[_Weights]:
-    """Copies of all layers' matrices and biases, each kind in one allocation: in ``dtype``, the matrices with ``fp8`` in 8 bits."""
-    groups = []
-    for layer in layers:
-        own, out = layer.attention.self, layer.attention.output.dense
-        groups += [[own.query, own.key, own.value], [out], [layer.intermediate.dense], [layer.output.dense]]
-    kinds = [
-        [[m.weight for m in group] for group in groups],
-        [[m.bias for m in group] for group in groups],
-    ]
-    flat, biases = (_side_by_side(kind, dtype) for kind in kinds)
-    if fp8:
-        from app.train import kernels_eight
-
-        flat = kernels_eight.eight_bits(flat, WEIGHT_SCALE)
-    views = []
-    for kind, held in zip(kinds, (flat, biases), strict=True):
-        parts = held.split([sum(t.numel() for t in group) for group in kind])
-        views.append([part.view(-1, *group[0].shape[1:]) for part, group in zip(parts, kind, strict=True)])
-    return [_Weights._make(views[0][k : k + 4] + views[1][k : k + 4]) for k in range(0, len(groups), 4)]
-
-
-@torch.no_grad()
-def _side_by_side(groups: list[list[Tensor]], dtype: torch.dtype) -> Tensor:
-    tensors = [tensor for group in groups for tensor in group]
-    flat = torch.empty(sum(t.numel() for t in tensors), dtype=dtype, device=tensors[0].device)
-    places = flat.split([t.numel() for t in tensors])
-    torch._foreach_copy_([place.view(t.shape) for place, t in zip(places, tensors, strict=True)], tensors)
-    return flat
-
-
-@functools.cache
-def _scale(device: torch.device, value: float) -> Tensor:
-    """A scale as products in 8 bits take it."""
-    return torch.full((), value, device=device)
-
-
-def _product8(x: Tensor, y: Tensor, scale: float, dtype: torch.dtype, bias: Tensor | None = None) -> Tensor:
-    """x y^T, times ``scale``, + bias, of 8-bit matrices."""
-    scales = {"scale_a": _scale(x.device, 1.0), "scale_b": _scale(x.device, scale)}
-    fast = dtype != torch.float32
-    return torch._scaled_mm(x, y.t(), bias=bias, out_dtype=dtype, use_fast_accum=fast, **scales)
-
-
-def _linear(x: Tensor, weight: Tensor, bias: Tensor, scale: float = 1.0) -> Tensor:
-    """x weight^T + bias in half precision; in 8 bits x may have a ``scale`` to undo."""
-    if weight.dtype == E4M3:
-        return _product8(x, weight, 1 / (WEIGHT_SCALE * scale), bias.dtype, bias)
-    return torch.addmm(bias, x, weight.t())
-
-
-def _input_gradient(dy: Tensor, weight: Tensor, dtype: torch.dtype) -> Tensor:
-    """dy weight in half precision."""
-    from app.train import kernels_eight
-
-    if weight.dtype == E4M3:
-        return _product8(dy, kernels_eight.turned(weight), 1 / WEIGHT_SCALE, dtype)
-    return dy @ weight
-
-
-def _weight_gradient(dy: Tensor, x: Tensor) -> Tensor:
-    """dy^T x, in float32 as it is accumulated where torch can (2.8, on a GPU): no rounding, no cast."""
-    from app.train import kernels_eight
-
-    if dy.dtype == E5M2:
-        return _product8(kernels_eight.turned(dy), kernels_eight.turned(x), 1.0, torch.float32)
-    if dy.is_cuda and hasattr(torch.ops.aten.mm, "dtype"):
-        return torch.mm(dy.t(), x, out_dtype=torch.float32)
-    return dy.t() @ x
-
-
 def _layer_forward(
-    h: Tensor, h8: Tensor, w: _Weights, norms: tuple[Tensor, ...], run: _Run
+    h: Tensor, h8: Tensor, w: Weights, norms: tuple[Tensor, ...], run: _Run
 ) -> tuple[Tensor, Tensor, tuple[Tensor, ...]]:
     """The layer's result, the same in 8 bits if ``run.fp8``, and what its backward pass needs."""
     from app.train import kernels_attention, kernels_rows
@@ -195,18 +104,18 @@ def _layer_forward(
         return eight if run.fp8 else half
 
     source = chosen(h, h8)
-    qkv = _linear(source, w.qkv, w.qkv_bias).view(len(h), 3, run.heads, -1)
+    qkv = linear(source, w.qkv, w.qkv_bias).view(len(h), 3, run.heads, -1)
     context, context8, lse = kernels_attention.attend(
         qkv, run.plan, run.attention_dropout, run.seeds[0], run.save, run.fp8
     )
-    x = _linear(chosen(context, context8), w.attended, w.attended_bias, kernels_attention.CONTEXT_SCALE.value)
+    x = linear(chosen(context, context8), w.attended, w.attended_bias, kernels_attention.CONTEXT_SCALE.value)
     y, y8, z1, mean1, rstd1 = kernels_rows.norm(
         x, h, norms[0], norms[1], run.eps, run.dropout, run.seeds[1], run.save, run.fp8
     )
     middle = chosen(y, y8)
-    u = _linear(middle, w.up, w.up_bias)
+    u = linear(middle, w.up, w.up_bias)
     a = kernels_rows.gelu(u, E4M3 if run.fp8 else None)
-    x = _linear(a, w.down, w.down_bias)
+    x = linear(a, w.down, w.down_bias)
     result, result8, z2, mean2, rstd2 = kernels_rows.norm(
         x, y, norms[2], norms[3], run.eps, run.dropout, run.seeds[2], run.save, run.fp8
     )
@@ -222,7 +131,7 @@ class _Layer(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, h: Tensor, twin: Tensor, h8: Tensor, w: _Weights, run: _Run, *parameters: Tensor
+        ctx: Any, h: Tensor, twin: Tensor, h8: Tensor, w: Weights, run: _Run, *parameters: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
         norms = (*parameters[8:10], *parameters[14:16])
         result, result8, saved = _layer_forward(h, h8, w, norms, run)
@@ -233,9 +142,11 @@ class _Layer(torch.autograd.Function):
 
     @staticmethod
     @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, dresult: Tensor, dtwin: Tensor | None, _: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
         from app.train import kernels_attention, kernels_rows
 
+        dresult, dtwin, _ = gradients
+        assert dresult is not None
         run, saved = ctx.run, ctx.saved_tensors
         (source, qkv, context, lse, z1, mean1, rstd1, middle, u, a, z2, mean2, rstd2) = saved[:13]
         g1, g2, wqkv, wattended, wup, wdown = saved[13:]
@@ -254,27 +165,27 @@ class _Layer(torch.autograd.Function):
             eight=fp8,
         )
         dx = dx8 if fp8 else dx
-        dwdown = _weight_gradient(dx, a)
-        du, dup = kernels_rows.gelu_backward(_input_gradient(dx, wdown, half), u, E5M2 if fp8 else None)
-        dwup = _weight_gradient(du, middle)
+        dwdown = weight_gradient(dx, a)
+        du, dup = kernels_rows.gelu_backward(input_gradient(dx, wdown, half), u, E5M2 if fp8 else None)
+        dwup = weight_gradient(du, middle)
         more = None
         if fp8:
-            more = _input_gradient(du, wup, half)
+            more = input_gradient(du, wup, half)
         else:  # without dropout dx is dy; it has been used
             dy.addmm_(du, wup)
         dh, dx, dx8, sums1 = kernels_rows.norm_backward(
             dy, z1, mean1, rstd1, g1, run.dropout, 0.0, run.seeds[1], more=more, eight=fp8
         )
-        dwattended = _weight_gradient(dx, context)
+        dwattended = weight_gradient(dx, context)
         dqkv, dbqkv = kernels_attention.attend_backward(
-            _input_gradient(dx8 if fp8 else dx, wattended, half),
+            input_gradient(dx8 if fp8 else dx, wattended, half),
             qkv, context, lse, run.plan, run.attention_dropout, run.seeds[0], fp8,
         )  # fmt: skip
         dqkv = dqkv.flatten(1)
-        dwqkv = _weight_gradient(dqkv, source)
+        dwqkv = weight_gradient(dqkv, source)
         dtwin = None
         if fp8:
-            dtwin = _input_gradient(dqkv, wqkv, half)
+            dtwin = input_gradient(dqkv, wqkv, half)
             if not ctx.needs_input_grad[1]:
                 dh += dtwin
         else:
@@ -327,9 +238,11 @@ class _Embed(torch.autograd.Function):
 
     @staticmethod
     @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, dy: Tensor, dtwin: Tensor | None, _: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
         from app.train import kernels_rows
 
+        dy, dtwin, _ = gradients
+        assert dy is not None
         z, mean, rstd, weight, ids, positions, types = ctx.saved_tensors
         dropout, seed, padding, words, places, kinds, dtype, norm_type = ctx.options
         dz, _, _, sums = kernels_rows.norm_backward(
@@ -374,7 +287,7 @@ def encode(bert: Any, batch: Any) -> Tensor:
             *rows, tables, *norm, config.layer_norm_eps, dropout, seeds[-1, 0], False, dtype, fp8
         )
     plan = kernels_attention.plan(batch.cu_seqlens, len(batch.input_ids))
-    weights = _copies(bert.encoder.layer, dtype, fp8)
+    weights = copies(bert.encoder.layer, dtype, fp8)
     for place, (layer, own_weights, own_seeds) in enumerate(zip(bert.encoder.layer, weights, seeds, strict=False)):
         if batch.cuts is not None and place in batch.cuts:
             below, hidden, twin = hidden, hidden.detach().requires_grad_(), twin.detach()
@@ -428,13 +341,14 @@ class _Head(torch.autograd.Function):
 
     @staticmethod
     @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         from app.train import kernels_entropy
 
+        (grad,) = gradients
         h, targets, matrix, logits, lse = ctx.saved_tensors
         vocabulary, weight_type, bias_type = ctx.types
         dlogits = kernels_entropy.entropy_backward(logits, targets, lse, grad, vocabulary)
-        dweight = _weight_gradient(dlogits, h)[:vocabulary].to(weight_type)
+        dweight = weight_gradient(dlogits, h)[:vocabulary].to(weight_type)
         dbias = dlogits.sum(0, dtype=torch.float32)[:vocabulary].to(bias_type)
         return dlogits @ matrix, None, dweight, dbias
 

@@ -89,6 +89,7 @@ def test_attention(dtype: torch.dtype, dropout: float) -> None:
     grad = torch.randn(TOKENS, heads * width, device=DEVICE, dtype=dtype)
     cu_seqlens = starts(LENGTHS)
     plan = kernels_attention.plan(cu_seqlens, TOKENS)
+    assert len(plan.numbers) == 256  # TOKENS up to the end of the last tile, which is read to its end
     out, _, lse = kernels_attention.attend(qkv, plan, dropout, seed, True)
     dqkv, sums = kernels_attention.attend_backward(grad, qkv, out, lse, plan, dropout, seed)
     exact = qkv.double().requires_grad_()
