@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 from dataclasses import replace
 from importlib import metadata
+from typing import Any
 
 import pytest
 import torch
@@ -301,36 +302,36 @@ def test_chosen_on_a_gpu() -> None:
     reason="needs a GPU of compute capability 8.9 and torch 2.8: 8-bit products",
 )
 @long_without_gpu
-@pytest.mark.parametrize("cut", [False, True])
-def test_fp8_gradients_point_the_same_way(cut: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With and without a cut between the layers, where gradients are handed on from one recording to the next."""
+def test_fp8_gradients_point_the_same_way(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As those of fp16; and where the backward pass is cut before each layer, as for several GPUs, as where it is not.
+
+    A cut adds up what is handed on as two summands elsewhere: a lost summand is an error of 5 %, rounding one of 0.1 %.
+    """
     model = small("mlm", torch.float32, sizes=(128, 256)).to(DEVICE)
     batch = pack("mlm", [20, 24, 9, 24, 24, 11], 120).to(DEVICE)  # not a multiple of 16
     monkeypatch.setattr(packed_fused, "half_type", lambda _: torch.float16)
     monkeypatch.setattr(packed_fused, "usable", lambda _: True)
-    found = []
-    for on in (False, True):
-        model.bert._packed_fp8 = on
-        cuts = {1: None} if cut else None
+
+    def run(fp8: bool, cuts: dict[int, Any]) -> tuple[float, dict[str, torch.Tensor]]:
+        model.bert._packed_fp8 = fp8
+        model.zero_grad()
         with torch.autocast(DEVICE, torch.float16):
             loss = packed.loss(model, replace(batch, cuts=cuts))
-        got = gradients(model, loss * SCALE)
-        if cuts:
-            below, above = cuts[1]
-            parameters = dict(model.named_parameters())
-            lower = {n: p for n, p in parameters.items() if "embeddings" in n or "layer.0" in n}
-            rest = torch.autograd.grad(below, list(lower.values()), above.grad)
-            for (name, _), grad in zip(lower.items(), rest, strict=True):
-                got[name] = got.get(name, 0) + grad
-        found.append((loss.item(), got))
-    (loss, want), (loss8, got) = found
+        (loss * SCALE).backward()
+        for place in sorted(cuts, reverse=True):
+            below, above = cuts[place]
+            below.backward(above.grad)
+        return loss.item(), {name: p.grad.clone() for name, p in model.named_parameters()}
+
+    (loss, want), (loss8, got), (_, parts) = run(False, {}), run(True, {}), run(True, {0: None, 1: None})
     assert loss8 != loss
     assert loss8 == pytest.approx(loss, rel=0.02)
-    assert want.keys() == got.keys() == {name for name, p in model.named_parameters() if p.requires_grad}
     for name, value in want.items():
         if "key.bias" not in name:  # its true gradient is 0
             cosine = (value * got[name]).sum() / (value.norm() * got[name].norm())
             assert cosine > (0.9 if "query" in name or "key" in name else 0.97), (name, float(cosine))
+    for name in ("bert.embeddings.LayerNorm.bias", "bert.encoder.layer.0.output.LayerNorm.bias"):
+        assert off(got[name], parts[name]) < 0.01, name
 
 
 @pytest.mark.skipif(GPU, reason="needs a machine without a GPU: this is the refusal there")
